@@ -1,0 +1,176 @@
+"""What can happen in a step, one class per kind of event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.ids import LeaseId, Participant, WeightsVersion
+from common.step.plan import StepPlan
+
+
+class ModelRole(StrEnum):
+    """Whose forward it was."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBegan:
+    """First event of an epoch."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAborted:
+    """Nothing of this epoch is accepted any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParticipantJoined:
+    """A participant opened its data-plane connection to the broker."""
+
+    participant: Participant
+    pid: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParticipantDied:
+    """A participant lost its data-plane connection."""
+
+    participant: Participant
+    pid: int
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPrepared:
+    """The prompt tensors of a group are sealed."""
+
+    prompt_lease: LeaseId
+    prompt_tokens: int
+    vision_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDropped:
+    """The group takes no further part: a bad sample, or the reward policy said so."""
+
+    code: str
+    reason: str
+    sample: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVisionEncoded:
+    """The policy's vision embeddings exist; no lease where nobody outside needs them."""
+
+    lease: LeaseId | None
+    weights_version: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixEncoded:
+    """Prefix K/V of one role, of all prompt tokens but the last."""
+
+    role: ModelRole
+    lease: LeaseId
+    weights_version: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowOpened:
+    """The first sequence of the step decodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowClosed:
+    """The last sequence of the step has ended."""
+
+    decode_iterations: int
+    response_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupGenerated:
+    """All responses of a group are sampled."""
+
+    lease: LeaseId
+    response_tokens: int
+    decode_iteration: int
+    weights_version: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewarded:
+    """One reward per response; `failures` of them come from the error policy."""
+
+    rewards: tuple[float, ...]
+    failures: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupScored:
+    """Reference log-probabilities of the responses."""
+
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesTrained:
+    """The response part is accumulated; no lease where the K/V gradients are all zero."""
+
+    lease: LeaseId | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixBackpropagated:
+    """The prefix part is accumulated: the group is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished:
+    """The update is done and durable."""
+
+    weights_version: WeightsVersion
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFailed:
+    """A task ended in an error; the epoch ends with it."""
+
+    task: str
+    code: str
+    type: str
+    message: str
+    retryable: bool
+
+
+Body = (
+    StepBegan
+    | StepAborted
+    | ParticipantJoined
+    | ParticipantDied
+    | GroupPrepared
+    | GroupDropped
+    | PolicyVisionEncoded
+    | PrefixEncoded
+    | WindowOpened
+    | WindowClosed
+    | GroupGenerated
+    | GroupRewarded
+    | GroupScored
+    | ResponsesTrained
+    | PrefixBackpropagated
+    | WeightsPublished
+    | TaskFailed
+)

@@ -1,0 +1,96 @@
+"""What one step consists of: everything that a retried epoch must repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
+from common.step.schedule import Schedule
+from protos.rollplex.v1 import common_pb2 as pb
+
+
+class StepMode(StrEnum):
+    """Why the step is done."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    """Vision, decode and reward only; the weights stay."""
+
+
+_MODES = {
+    StepMode.TRAIN: pb.STEP_MODE_TRAIN,
+    StepMode.EVAL: pb.STEP_MODE_EVAL,
+}
+
+
+def mode_to_proto(mode: StepMode) -> pb.StepMode:
+    """The wire value of a step mode."""
+    return _MODES[mode]
+
+
+def mode_from_proto(value: int) -> StepMode:
+    """Raises KeyError for a value that this version does not know."""
+    return {wire: mode for mode, wire in _MODES.items()}[pb.StepMode.ValueType(value)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroup:
+    """One prompt of the step: row `sample` of the data split `split`."""
+
+    group: GroupId
+    split: str
+    sample: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The step as the controller planned it."""
+
+    run_id: RunId
+    step: StepIndex
+    epoch: Epoch
+    mode: StepMode
+    schedule: Schedule
+    weights_version: WeightsVersion
+    groups: tuple[PlannedGroup, ...]
+    samples_per_group: int
+    greedy: bool = False
+    replay_dir: str | None = None
+    """Folder of recorded responses to replay instead of sampling."""
+
+    def to_proto(self) -> pb.StepPlan:
+        """The wire form."""
+        return pb.StepPlan(
+            run_id=self.run_id,
+            step=self.step,
+            epoch=self.epoch,
+            mode=mode_to_proto(self.mode),
+            schedule=self.schedule,
+            weights_version=self.weights_version,
+            groups=[
+                pb.PlannedGroup(group=g.group, split=g.split, sample=g.sample) for g in self.groups
+            ],
+            samples_per_group=self.samples_per_group,
+            greedy=self.greedy,
+            replay_dir=self.replay_dir,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.StepPlan) -> StepPlan:
+        """Read the wire form."""
+        return cls(
+            run_id=RunId(message.run_id),
+            step=StepIndex(message.step),
+            epoch=Epoch(message.epoch),
+            mode=mode_from_proto(message.mode),
+            schedule=Schedule(message.schedule),
+            weights_version=WeightsVersion(message.weights_version),
+            groups=tuple(
+                PlannedGroup(group=GroupId(g.group), split=g.split, sample=g.sample)
+                for g in message.groups
+            ),
+            samples_per_group=message.samples_per_group,
+            greedy=message.greedy,
+            replay_dir=message.replay_dir if message.HasField("replay_dir") else None,
+        )

@@ -1,0 +1,151 @@
+"""When a task may start: one pure table that every service and the simulator ask.
+
+A schedule is nothing but this table. All schedules run the same tasks with the same kernels and make
+the same update; they differ in the conditions under which a task may begin.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from common.step.tasks import Task
+
+
+class Schedule(StrEnum):
+    """The named schedules."""
+
+    SERIAL = "serial"
+    """Rollout, then reference, then training, then update."""
+    ROLLPLEX = "rollplex"
+    """Policy and reference prefixes inside the decode window."""
+    FUSED = "fused"
+    """One prefill for rollout and training; finished groups train while others decode."""
+
+
+class Condition(StrEnum):
+    """A fact about the step, or about one group of it, that a task waits for."""
+
+    PREPARED = "prepared"
+    """The group's prompt tensors are sealed."""
+    VISION_ENCODED = "vision_encoded"
+    """The policy's vision embeddings of the group exist."""
+    POLICY_PREFIX_ENCODED = "policy_prefix_encoded"
+    """The policy's prefix K/V of the group exist."""
+    REFERENCE_PREFIX_ENCODED = "reference_prefix_encoded"
+    """The reference's prefix K/V of the group exist."""
+    GENERATED = "generated"
+    """All responses of the group are sampled."""
+    REWARDED = "rewarded"
+    """All responses of the group have a reward."""
+    SCORED = "scored"
+    """The responses' reference log-probabilities exist, or the algorithm needs none."""
+    RESPONSES_TRAINED = "responses_trained"
+    """The response part of the group is in the gradient accumulator."""
+    WINDOW_OPENED = "window_opened"
+    """A sequence of this step has begun to decode, or none will."""
+    ROLLOUT_OVER = "rollout_over"
+    """Every group of the step is generated and rewarded, or dropped."""
+    REFERENCE_OVER = "reference_over"
+    """Every living group is scored."""
+    GROUPS_DONE = "groups_done"
+    """Every living group is wholly in the gradient accumulator."""
+    NEXT_IN_ORDER = "next_in_order"
+    """No group comes before this one in the accumulation order of the schedule."""
+    PREVIOUS_DONE = "previous_done"
+    """The groups before this one in the accumulation order are wholly accumulated."""
+
+
+class AccumulationOrder(StrEnum):
+    """The order in which groups are added to the gradient accumulator: a function of content."""
+
+    GROUP = "group"
+    """By group index."""
+    COMPLETION = "completion"
+    """By the engine iteration of the group's last token, then by group index."""
+
+
+_COMMON: dict[Task, frozenset[Condition]] = {
+    Task.PREPARE: frozenset(),
+    Task.REWARD: frozenset({Condition.GENERATED}),
+    Task.PREFIX_BACKWARD: frozenset({Condition.RESPONSES_TRAINED}),
+    Task.UPDATE: frozenset({Condition.ROLLOUT_OVER, Condition.GROUPS_DONE}),
+}
+
+TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
+    Schedule.SERIAL: {
+        **_COMMON,
+        Task.POLICY_VISION: frozenset({Condition.PREPARED}),
+        Task.DECODE: frozenset({Condition.VISION_ENCODED}),
+        Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.ROLLOUT_OVER}),
+        Task.REFERENCE_SCORE: frozenset(
+            {Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED, Condition.ROLLOUT_OVER}
+        ),
+        Task.POLICY_PREFIX: frozenset(
+            {
+                Condition.VISION_ENCODED,
+                Condition.ROLLOUT_OVER,
+                Condition.REFERENCE_OVER,
+                Condition.PREVIOUS_DONE,
+            }
+        ),
+        Task.RESPONSE_TRAIN: frozenset(
+            {
+                Condition.POLICY_PREFIX_ENCODED,
+                Condition.REWARDED,
+                Condition.SCORED,
+                Condition.ROLLOUT_OVER,
+                Condition.REFERENCE_OVER,
+                Condition.NEXT_IN_ORDER,
+                Condition.PREVIOUS_DONE,
+            }
+        ),
+    },
+    Schedule.ROLLPLEX: {
+        **_COMMON,
+        Task.POLICY_VISION: frozenset({Condition.PREPARED}),
+        Task.DECODE: frozenset({Condition.VISION_ENCODED}),
+        Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.WINDOW_OPENED}),
+        Task.REFERENCE_SCORE: frozenset(
+            {Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED, Condition.ROLLOUT_OVER}
+        ),
+        Task.POLICY_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.WINDOW_OPENED}),
+        Task.RESPONSE_TRAIN: frozenset(
+            {
+                Condition.POLICY_PREFIX_ENCODED,
+                Condition.REWARDED,
+                Condition.SCORED,
+                Condition.ROLLOUT_OVER,
+                Condition.REFERENCE_OVER,
+                Condition.NEXT_IN_ORDER,
+                Condition.PREVIOUS_DONE,
+            }
+        ),
+    },
+    Schedule.FUSED: {
+        **_COMMON,
+        Task.POLICY_VISION: frozenset({Condition.PREPARED}),
+        Task.POLICY_PREFIX: frozenset({Condition.VISION_ENCODED}),
+        Task.DECODE: frozenset({Condition.POLICY_PREFIX_ENCODED}),
+        Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.WINDOW_OPENED}),
+        Task.REFERENCE_SCORE: frozenset({Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED}),
+        Task.RESPONSE_TRAIN: frozenset(
+            {
+                Condition.POLICY_PREFIX_ENCODED,
+                Condition.GENERATED,
+                Condition.REWARDED,
+                Condition.SCORED,
+                Condition.NEXT_IN_ORDER,
+                Condition.PREVIOUS_DONE,
+            }
+        ),
+    },
+}
+
+ORDER: dict[Schedule, AccumulationOrder] = {
+    Schedule.SERIAL: AccumulationOrder.GROUP,
+    Schedule.ROLLPLEX: AccumulationOrder.GROUP,
+    Schedule.FUSED: AccumulationOrder.COMPLETION,
+}
+
+PREFILL_FROM_LEASE: frozenset[Schedule] = frozenset({Schedule.FUSED})
+"""Schedules whose rollout takes the policy prefix K/V instead of running a prefill of its own."""
