@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from common.ids import LeaseId, Participant, WeightsVersion
-from common.step.plan import StepPlan
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from common.ids import LeaseId, Participant, WeightsVersion
+    from common.step.plan import StepPlan
 
 
 class ModelRole(StrEnum):

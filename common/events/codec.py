@@ -58,7 +58,8 @@ def event_from_proto(message: events_pb2.Event) -> Event:
     if message.schema_version != SCHEMA_VERSION or kind is None:
         raise UnknownEvent(
             f"event {message.event_id} from {message.sender} has schema version "
-            f"{message.schema_version} and kind {kind}; this process reads version {SCHEMA_VERSION}",
+            f"{message.schema_version} and kind {kind}; this process reads version "
+            f"{SCHEMA_VERSION}",
             event_id=message.event_id,
         )
     work = None

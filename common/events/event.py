@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from common.events.bodies import Body
-from common.ids import Epoch, GroupId, Participant, RunId, StepIndex
-from common.step.tasks import Task
+if TYPE_CHECKING:
+    from common.events.bodies import Body
+    from common.ids import Epoch, GroupId, Participant, RunId, StepIndex
+    from common.step.tasks import Task
 
 SCHEMA_VERSION = 1
 

@@ -1,7 +1,7 @@
 """When a task may start: one pure table that every service and the simulator ask.
 
-A schedule is nothing but this table. All schedules run the same tasks with the same kernels and make
-the same update; they differ in the conditions under which a task may begin.
+A schedule is nothing but this table. All schedules run the same tasks with the same kernels and
+make the same update; they differ in the conditions under which a task may begin.
 """
 
 from __future__ import annotations
@@ -49,10 +49,8 @@ class Condition(StrEnum):
     """Every living group is scored."""
     GROUPS_DONE = "groups_done"
     """Every living group is wholly in the gradient accumulator."""
-    NEXT_IN_ORDER = "next_in_order"
-    """No group comes before this one in the accumulation order of the schedule."""
     PREVIOUS_DONE = "previous_done"
-    """The groups before this one in the accumulation order are wholly accumulated."""
+    """Every group before this one in the accumulation order is wholly accumulated."""
 
 
 class AccumulationOrder(StrEnum):
@@ -95,7 +93,6 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
                 Condition.SCORED,
                 Condition.ROLLOUT_OVER,
                 Condition.REFERENCE_OVER,
-                Condition.NEXT_IN_ORDER,
                 Condition.PREVIOUS_DONE,
             }
         ),
@@ -116,7 +113,6 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
                 Condition.SCORED,
                 Condition.ROLLOUT_OVER,
                 Condition.REFERENCE_OVER,
-                Condition.NEXT_IN_ORDER,
                 Condition.PREVIOUS_DONE,
             }
         ),
@@ -134,7 +130,6 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
                 Condition.GENERATED,
                 Condition.REWARDED,
                 Condition.SCORED,
-                Condition.NEXT_IN_ORDER,
                 Condition.PREVIOUS_DONE,
             }
         ),

@@ -1,0 +1,176 @@
+"""The recipe of a training run: what to train, on what, how, and under which schedule."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from common.config.base import FrozenConfig
+from common.rl.config import AlgorithmConfig
+from common.step.schedule import Schedule
+
+
+class ModelConfig(FrozenConfig):
+    """The checkpoint that policy and reference start from."""
+
+    path: Path
+    """Folder in Hugging Face format: config, tokenizer, image processor, safetensors."""
+    reference_path: Path | None = None
+    """Folder of the reference model; unset: the same as `path`."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Dtype of the compute weights. Masters, moments and gradients are float32, or float64 with
+    float64 weights."""
+    train_vision: bool = False
+    """Whether the vision tower and its merger are trained."""
+
+
+class DataConfig(FrozenConfig):
+    """Where the prompts come from."""
+
+    train: str
+    """`module:function` or `file.py:function` that returns a sequence of rows, or a JSONL file."""
+    eval: str | None = None
+    """Held-out rows, in the same form; unset: no evaluation."""
+    max_prompt_tokens: int = Field(default=8192, ge=1)
+    """Longest prompt, vision tokens included; a longer sample is dropped and counted."""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Smallest image area in pixels; unset: the processor's own."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Largest image area in pixels; unset: the processor's own."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that read, tokenize and process pixels."""
+    max_drop_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The run stops when more than this share of its samples had to be dropped."""
+
+
+class EngineName(StrEnum):
+    """Rollout engines."""
+
+    NATIVE = "native"
+
+
+class RolloutConfig(FrozenConfig):
+    """How responses are sampled."""
+
+    engine: EngineName = EngineName.NATIVE
+    """Which engine decodes."""
+    samples_per_group: int = Field(default=8, ge=1)
+    """G: responses to one prompt."""
+    max_new_tokens: int = Field(ge=1)
+    """Longest response, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the trainer's log-probabilities use the same one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1: off."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample among the k most likely tokens; 0: off."""
+    stop: tuple[str, ...] = ()
+    """Tokens, by their text, that end a response beside the model's end-of-sequence token."""
+    max_slots: int = Field(default=256, ge=1)
+    """Sequences that decode at the same time."""
+
+    @model_validator(mode="after")
+    def _slots_hold_a_group(self) -> Self:
+        if self.max_slots < self.samples_per_group:
+            raise ValueError(
+                f"max_slots = {self.max_slots} cannot hold one group; legal is "
+                f"samples_per_group = {self.samples_per_group} or more"
+            )
+        return self
+
+
+class OnRewardError(StrEnum):
+    """What a reward function that raises, sleeps or returns no finite number leads to."""
+
+    DROP_GROUP = "drop_group"
+    """The group takes no further part in the step."""
+    DEFAULT = "default"
+    """The sample gets `default_value`."""
+    STOP = "stop"
+    """The run fails, naming the function and the sample."""
+
+
+class RewardFunction(FrozenConfig):
+    """One reward function and its weight in the sum."""
+
+    function: str
+    """`module:function` or `file.py:function`, called `fn(completion, row) -> float`."""
+    weight: float = 1.0
+    """Factor of its value in the sum."""
+
+
+class RewardConfig(FrozenConfig):
+    """How responses are rewarded."""
+
+    functions: tuple[RewardFunction, ...] = Field(min_length=1)
+    """Their weighted values are added up."""
+    time_limit_s: float = Field(default=10.0, gt=0)
+    """Time that one function may take for one sample."""
+    on_error: OnRewardError = OnRewardError.DROP_GROUP
+    """Policy for errors, overtime and values that are not finite numbers."""
+    default_value: float = 0.0
+    """Value for failed samples under `default`."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that run reward functions."""
+
+
+class TrainingConfig(FrozenConfig):
+    """How long and in what order the run trains."""
+
+    schedule: Schedule = Schedule.ROLLPLEX
+    """When which task may start; every schedule makes the same update."""
+    steps: int = Field(ge=1)
+    """Number of updates."""
+    prompts_per_step: int = Field(ge=1)
+    """N: groups of one step."""
+    activation_checkpointing: bool = False
+    """Keep only layer inputs of the prefix forward and recompute in its backward."""
+    checkpoint_every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0: only on demand and at the end."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+    host_shadow: bool = True
+    """Keep masters and moments outside the broker too, so that a death costs no finished step."""
+    eval_every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: before the first step and after the last."""
+    eval_prompts: int = Field(default=0, ge=0)
+    """Rows of the held-out set that an evaluation uses; 0: all."""
+    record_responses: bool = False
+    """Keep each step's responses in the run's folder, to replay them under another schedule."""
+    replay_from: Path | None = None
+    """Run folder whose recorded responses are fed instead of sampling."""
+    step_deadline_s: float = Field(default=600.0, gt=0)
+    """A step that takes longer is ended and begun again."""
+
+
+class Recipe(FrozenConfig):
+    """Everything that defines a run; with the code's version, it defines the result."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
+    """Short name, part of the run's id."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the data order and of sampling."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    training: TrainingConfig
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm reads the reference's log-probabilities."""
+        return self.algorithm.kl_coefficient > 0
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        wants = self.training.eval_every_steps or self.training.eval_prompts
+        if wants and self.data.eval is None:
+            raise ValueError(
+                "training.eval_every_steps or training.eval_prompts is set, but data.eval is not; "
+                "name a held-out set in data.eval or set both to 0"
+            )
+        return self

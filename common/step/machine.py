@@ -1,0 +1,152 @@
+"""Which of its tasks a service starts next: sans-IO, the same machine for every service.
+
+Invariants:
+- A task of a group is started at most once an epoch.
+- Tasks of one lane run one after the other; lanes run beside each other.
+- Among the tasks of a lane that may start, the order is that of `Lane.tasks`, then group order,
+  except that a group-ordered task (see `Lane.strict`) waits for the groups before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.events import Event, bodies
+from common.step.tasks import Task
+from common.step.view import StepView
+
+if TYPE_CHECKING:
+    from common.ids import GroupId
+    from common.step.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Tasks that share one executor, in order of preference."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    width: int = 1
+    """How many may run at once."""
+    strict: bool = False
+    """Whether a task of group g waits until it was started for all living groups before g."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTask:
+    """Begin this work; it ends in exactly one `task_ended`."""
+
+    task: Task
+    group: GroupId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartStep:
+    """A new epoch: drop whatever belongs to the one before."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndStep:
+    """The epoch is over for this service: give back holds, graphs and accumulators."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetGroup:
+    """The group was dropped: give back what is held for it."""
+
+    group: GroupId
+
+
+Instruction = StartTask | StartStep | EndStep | ForgetGroup
+
+
+class StepMachine:
+    """Folds events and names the tasks to start."""
+
+    def __init__(self, lanes: tuple[Lane, ...], *, needs_reference: bool) -> None:
+        self._lanes = lanes
+        self._needs_reference = needs_reference
+        self._started: set[tuple[Task, GroupId | None]] = set()
+        self._running: dict[tuple[Task, GroupId | None], Lane] = {}
+        self.view: StepView | None = None
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Fold one event of the node's order and say what follows."""
+        instructions: list[Instruction] = []
+        if isinstance(event.body, bodies.StepBegan):
+            return [*self._end("superseded"), *self._begin(event.body.plan)]
+        if self.view is None or not self.view.apply(event):
+            return []
+        if self.view.aborted is not None:
+            return self._end(self.view.aborted.reason)
+        if self.view.finished:
+            return self._end("finished")
+        if isinstance(event.body, bodies.GroupDropped) and event.group is not None:
+            instructions.append(ForgetGroup(group=event.group))
+        return [*instructions, *self._start_tasks()]
+
+    def task_ended(self, task: Task, group: GroupId | None) -> list[Instruction]:
+        """The lane is free again. Tasks of an older epoch have been forgotten already."""
+        self._running.pop((task, group), None)
+        return self._start_tasks()
+
+    def reset(self) -> list[Instruction]:
+        """Forget the step, as after the loss of the broker."""
+        return self._end("reset")
+
+    @property
+    def running(self) -> list[tuple[Task, GroupId | None]]:
+        """Tasks that have been started and have not ended."""
+        return list(self._running)
+
+    def _begin(self, plan: StepPlan) -> list[Instruction]:
+        self.view = StepView(plan, needs_reference=self._needs_reference)
+        return [StartStep(plan=plan), *self._start_tasks()]
+
+    def _end(self, reason: str) -> list[Instruction]:
+        if self.view is None:
+            return []
+        self.view = None
+        self._started.clear()
+        self._running.clear()
+        return [EndStep(reason=reason)]
+
+    def _start_tasks(self) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for lane in self._lanes:
+            while (found := self._next(lane)) is not None:
+                self._started.add(found)
+                self._running[found] = lane
+                instructions.append(StartTask(task=found[0], group=found[1]))
+        return instructions
+
+    def _next(self, lane: Lane) -> tuple[Task, GroupId | None] | None:
+        if self.view is None or sum(r is lane for r in self._running.values()) >= lane.width:
+            return None
+        for task in lane.tasks:
+            if not self.view.wants(task):
+                continue
+            groups: list[GroupId | None] = (
+                [None] if task is Task.UPDATE else [g.group for g in self.view.living]
+            )
+            for group in groups:
+                if (task, group) in self._started:
+                    continue
+                if self.view.may_start(task, group):
+                    return task, group
+                if lane.strict:
+                    break
+        return None
+
+    def validate(self) -> None:
+        """Check the invariants; for tests."""
+        assert self._running.keys() <= self._started
+        for lane in self._lanes:
+            assert sum(r is lane for r in self._running.values()) <= lane.width
+        if self.view is None:
+            assert not self._started

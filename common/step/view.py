@@ -1,0 +1,238 @@
+"""The state of one step, folded from the node's events.
+
+Every process folds the same events in the same order, so every process asks the schedule about the
+same facts. A view accepts events of its own run, step and epoch only, and an event that it has
+already seen changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.events import Event, bodies
+from common.events.bodies import ModelRole
+from common.step.plan import StepMode, StepPlan
+from common.step.schedule import ORDER, TABLE, AccumulationOrder, Condition
+from common.step.tasks import Task
+
+if TYPE_CHECKING:
+    from common.ids import GroupId, LeaseId, WeightsVersion
+
+EVAL_TASKS: frozenset[Task] = frozenset(
+    {Task.PREPARE, Task.POLICY_VISION, Task.DECODE, Task.REWARD}
+)
+REFERENCE_TASKS: frozenset[Task] = frozenset({Task.REFERENCE_PREFIX, Task.REFERENCE_SCORE})
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupView:
+    """What is known of one group; None: has not happened."""
+
+    group: GroupId
+    split: str
+    sample: int
+    prepared: bodies.GroupPrepared | None = None
+    dropped: bodies.GroupDropped | None = None
+    vision: bodies.PolicyVisionEncoded | None = None
+    prefixes: dict[ModelRole, bodies.PrefixEncoded] = field(default_factory=dict)
+    generated: bodies.GroupGenerated | None = None
+    rewarded: bodies.GroupRewarded | None = None
+    scored: bodies.GroupScored | None = None
+    trained: bodies.ResponsesTrained | None = None
+    done: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the group still takes part."""
+        return self.dropped is None
+
+    @property
+    def rolled_out(self) -> bool:
+        """Whether the rollout has nothing more to do for the group."""
+        return not self.alive or (self.generated is not None and self.rewarded is not None)
+
+    def leases(self) -> list[LeaseId]:
+        """Every lease made for the group so far."""
+        found = [
+            self.prepared.prompt_lease if self.prepared else None,
+            self.vision.lease if self.vision else None,
+            *(prefix.lease for prefix in self.prefixes.values()),
+            self.generated.lease if self.generated else None,
+            self.scored.lease if self.scored else None,
+            self.trained.lease if self.trained else None,
+        ]
+        return [lease for lease in found if lease is not None]
+
+
+class StepView:
+    """The folded state of one epoch of one step."""
+
+    def __init__(self, plan: StepPlan, *, needs_reference: bool) -> None:
+        self.plan = plan
+        self.needs_reference = needs_reference
+        self.groups: dict[GroupId, GroupView] = {
+            g.group: GroupView(group=g.group, split=g.split, sample=g.sample) for g in plan.groups
+        }
+        self.window_opened = False
+        self.window_closed: bodies.WindowClosed | None = None
+        self.published: bodies.WeightsPublished | None = None
+        self.aborted: bodies.StepAborted | None = None
+        self.failed: bodies.TaskFailed | None = None
+        self.window_start_ns: int | None = None
+        self.window_end_ns: int | None = None
+
+    @property
+    def version(self) -> WeightsVersion:
+        """The weights version that the step reads."""
+        return self.plan.weights_version
+
+    @property
+    def living(self) -> list[GroupView]:
+        """Groups that still take part, by index."""
+        return [g for g in self.groups.values() if g.alive]
+
+    @property
+    def response_tokens(self) -> int:
+        """Sampled tokens of all living, generated groups: the step's loss normalizer."""
+        return sum(g.generated.response_tokens for g in self.living if g.generated)
+
+    @property
+    def rollout_over(self) -> bool:
+        """Whether every group is generated and rewarded, or dropped."""
+        return all(g.rolled_out for g in self.groups.values())
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether every living group is wholly in the gradient accumulator."""
+        return self.rollout_over and all(g.done for g in self.living)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step needs nothing more from any service."""
+        if self.plan.mode is StepMode.EVAL:
+            return self.rollout_over
+        return self.published is not None
+
+    def belongs(self, event: Event) -> bool:
+        """Whether the event is about this epoch."""
+        plan = self.plan
+        return (event.run_id, event.step, event.epoch) == (plan.run_id, plan.step, plan.epoch)
+
+    def apply(self, event: Event) -> bool:
+        """Fold one event in.
+
+        Returns: whether it belonged to this epoch.
+        """
+        if not self.belongs(event):
+            return False
+        if event.group is not None:
+            self._apply_group(self.groups[event.group], event.body)
+        else:
+            self._apply_step(event)
+        return True
+
+    def _apply_step(self, event: Event) -> None:
+        match event.body:
+            case bodies.WindowOpened():
+                self.window_opened = True
+                self.window_start_ns = event.work.start_ns if event.work else None
+            case bodies.WindowClosed() as closed:
+                self.window_closed = closed
+                self.window_end_ns = event.work.end_ns if event.work else None
+            case bodies.WeightsPublished() as published:
+                self.published = published
+            case bodies.StepAborted() as aborted:
+                self.aborted = aborted
+            case bodies.TaskFailed() as failed:
+                self.failed = failed
+            case _:
+                pass
+
+    def _apply_group(self, state: GroupView, body: bodies.Body) -> None:
+        match body:
+            case bodies.GroupPrepared():
+                state.prepared = body
+            case bodies.GroupDropped():
+                state.dropped = body
+            case bodies.PolicyVisionEncoded():
+                state.vision = body
+            case bodies.PrefixEncoded():
+                state.prefixes[body.role] = body
+            case bodies.GroupGenerated():
+                state.generated = body
+            case bodies.GroupRewarded():
+                state.rewarded = body
+            case bodies.GroupScored():
+                state.scored = body
+            case bodies.ResponsesTrained():
+                state.trained = body
+            case bodies.PrefixBackpropagated():
+                state.done = True
+            case bodies.TaskFailed():
+                self.failed = body
+            case _:
+                pass
+
+    def wants(self, task: Task) -> bool:
+        """Whether this step has such a task at all."""
+        if self.plan.mode is StepMode.EVAL:
+            return task in EVAL_TASKS
+        return self.needs_reference or task not in REFERENCE_TASKS
+
+    def may_start(self, task: Task, group: GroupId | None) -> bool:
+        """Ask the schedule; `group` is None for `UPDATE` alone."""
+        if self.aborted is not None or not self.wants(task):
+            return False
+        state = None if group is None else self.groups[group]
+        if state is not None and not state.alive:
+            return False
+        return all(self.holds(c, state) for c in TABLE[self.plan.schedule][task])
+
+    def holds(self, condition: Condition, state: GroupView | None) -> bool:
+        """Whether one condition is met now; group conditions need the group."""
+        whole = _STEP_CONDITIONS.get(condition)
+        if whole is not None:
+            return whole(self)
+        assert state is not None, f"{condition} is about a group"
+        if condition is Condition.PREVIOUS_DONE:
+            return self._previous_done(state)
+        if condition is Condition.SCORED:
+            return state.scored is not None or not self.needs_reference
+        return _GROUP_CONDITIONS[condition](state)
+
+    def _previous_done(self, state: GroupView) -> bool:
+        if ORDER[self.plan.schedule] is AccumulationOrder.GROUP:
+            return all(g.done for g in self.living if g.group < state.group)
+        if state.generated is None:
+            return False
+        key = (state.generated.decode_iteration, state.group)
+        return all(
+            g.done
+            for g in self.living
+            if g.generated is not None and (g.generated.decode_iteration, g.group) < key
+        )
+
+
+def _reference_over(view: StepView) -> bool:
+    return not view.needs_reference or (
+        view.rollout_over and all(g.scored is not None for g in view.living)
+    )
+
+
+_STEP_CONDITIONS = {
+    Condition.WINDOW_OPENED: lambda v: v.window_opened or v.rollout_over,
+    Condition.ROLLOUT_OVER: lambda v: v.rollout_over,
+    Condition.REFERENCE_OVER: _reference_over,
+    Condition.GROUPS_DONE: lambda v: v.accumulated,
+}
+
+_GROUP_CONDITIONS = {
+    Condition.PREPARED: lambda g: g.prepared is not None,
+    Condition.VISION_ENCODED: lambda g: g.vision is not None,
+    Condition.POLICY_PREFIX_ENCODED: lambda g: ModelRole.POLICY in g.prefixes,
+    Condition.REFERENCE_PREFIX_ENCODED: lambda g: ModelRole.REFERENCE in g.prefixes,
+    Condition.GENERATED: lambda g: g.generated is not None,
+    Condition.REWARDED: lambda g: g.rewarded is not None,
+    Condition.RESPONSES_TRAINED: lambda g: g.trained is not None,
+}
