@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from common.config.base import FrozenConfig
 from common.rl.config import AlgorithmConfig
+from common.rl.reward_config import RewardConfig
 from common.step.schedule import Schedule
 
 
@@ -82,41 +83,6 @@ class RolloutConfig(FrozenConfig):
         return self
 
 
-class OnRewardError(StrEnum):
-    """What a reward function that raises, sleeps or returns no finite number leads to."""
-
-    DROP_GROUP = "drop_group"
-    """The group takes no further part in the step."""
-    DEFAULT = "default"
-    """The sample gets `default_value`."""
-    STOP = "stop"
-    """The run fails, naming the function and the sample."""
-
-
-class RewardFunction(FrozenConfig):
-    """One reward function and its weight in the sum."""
-
-    function: str
-    """`module:function` or `file.py:function`, called `fn(completion, row) -> float`."""
-    weight: float = 1.0
-    """Factor of its value in the sum."""
-
-
-class RewardConfig(FrozenConfig):
-    """How responses are rewarded."""
-
-    functions: tuple[RewardFunction, ...] = Field(min_length=1)
-    """Their weighted values are added up."""
-    time_limit_s: float = Field(default=10.0, gt=0)
-    """Time that one function may take for one sample."""
-    on_error: OnRewardError = OnRewardError.DROP_GROUP
-    """Policy for errors, overtime and values that are not finite numbers."""
-    default_value: float = 0.0
-    """Value for failed samples under `default`."""
-    workers: int = Field(default=1, ge=1)
-    """Processes that run reward functions."""
-
-
 class TrainingConfig(FrozenConfig):
     """How long and in what order the run trains."""
 
@@ -163,7 +129,7 @@ class Recipe(FrozenConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether the algorithm reads the reference's log-probabilities."""
-        return self.algorithm.kl_coefficient > 0
+        return self.algorithm.needs_reference
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:

@@ -60,6 +60,8 @@ class GroupPrepared:
     prompt_lease: LeaseId
     prompt_tokens: int
     vision_tokens: int
+    last_token: int
+    start_position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +105,9 @@ class WindowClosed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupGenerated:
-    """All responses of a group are sampled."""
+    """All responses of a group are sampled; no lease where nobody reads them."""
 
-    lease: LeaseId
+    lease: LeaseId | None
     response_tokens: int
     decode_iteration: int
     weights_version: WeightsVersion

@@ -166,11 +166,15 @@ _CODECS: dict[type[Any], _Codec] = {
             prompt_lease=b.prompt_lease,
             prompt_tokens=b.prompt_tokens,
             vision_tokens=b.vision_tokens,
+            last_token=b.last_token,
+            start_position=b.start_position,
         ),
         lambda m: bodies.GroupPrepared(
             prompt_lease=LeaseId(m.prompt_lease),
             prompt_tokens=m.prompt_tokens,
             vision_tokens=m.vision_tokens,
+            last_token=m.last_token,
+            start_position=m.start_position,
         ),
     ),
     bodies.GroupDropped: (
@@ -219,7 +223,7 @@ _CODECS: dict[type[Any], _Codec] = {
             weights_version=b.weights_version,
         ),
         lambda m: bodies.GroupGenerated(
-            lease=LeaseId(m.lease),
+            lease=_optional_lease(m),
             response_tokens=m.response_tokens,
             decode_iteration=m.decode_iteration,
             weights_version=WeightsVersion(m.weights_version),

@@ -384,7 +384,9 @@ Global___LedgerEntry: _TypeAlias = LedgerEntry  # noqa: Y015
 
 @_typing.final
 class BrokerRequest(_message.Message):
-    """---------------------------------------------------------------- data plane"""
+    """---------------------------------------------------------------- data plane
+    Requests that can wait have `timeout_ms`; 0: answer at once.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -400,6 +402,7 @@ class BrokerRequest(_message.Message):
     PUBLISH_STORAGE_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """0: no reply wanted, errors close the connection"""
     @_builtins.property
@@ -424,6 +427,8 @@ class BrokerRequest(_message.Message):
     def free(self) -> Global___FreeLease: ...
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
+    @_builtins.property
+    def cancel(self) -> Global___Cancel: ...
     def __init__(
         self,
         *,
@@ -439,12 +444,13 @@ class BrokerRequest(_message.Message):
         publish_storage: Global___PublishStorage | None = ...,
         free: Global___FreeLease | None = ...,
         reserve: Global___Reserve | None = ...,
+        cancel: Global___Cancel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "request_id", b"request_id", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "request_id", b"request_id", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["join", "allocate", "seal", "acquire", "release", "open_storage", "hold_storage", "release_storage", "publish_storage", "free", "reserve"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["join", "allocate", "seal", "acquire", "release", "open_storage", "hold_storage", "release_storage", "publish_storage", "free", "reserve", "cancel"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -581,11 +587,15 @@ class TensorHandle(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu", or a GPU UUID"""
     size_bytes: _builtins.int
     generation: _builtins.int
     epoch: _builtins.int
+    """0: storage"""
+    name: _builtins.str
+    """tensor class or storage name"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSpec]: ...
     def __init__(
@@ -596,10 +606,11 @@ class TensorHandle(_message.Message):
         tensors: _abc.Iterable[_common_pb2.TensorSpec] | None = ...,
         generation: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "epoch", b"epoch", "generation", b"generation", "size_bytes", b"size_bytes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "epoch", b"epoch", "generation", b"generation", "name", b"name", "size_bytes", b"size_bytes", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,6 +629,7 @@ class Allocate(_message.Message):
     RESIDENCY_FIELD_NUMBER: _builtins.int
     NEXT_USE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     group: _builtins.int
@@ -629,6 +641,7 @@ class Allocate(_message.Message):
     """task that will read it first"""
     wait: _builtins.bool
     """false: refuse at once instead of waiting for room"""
+    timeout_ms: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSpec]: ...
     @_builtins.property
@@ -647,10 +660,11 @@ class Allocate(_message.Message):
         residency: _builtins.str = ...,
         next_use: _builtins.str = ...,
         wait: _builtins.bool = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "consumers", b"consumers", "epoch", b"epoch", "group", b"group", "name", b"name", "next_use", b"next_use", "residency", b"residency", "run_id", b"run_id", "tensors", b"tensors", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "consumers", b"consumers", "epoch", b"epoch", "group", b"group", "name", b"name", "next_use", b"next_use", "residency", b"residency", "run_id", b"run_id", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
@@ -711,7 +725,9 @@ class Acquire(_message.Message):
 
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    timeout_ms: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -719,10 +735,11 @@ class Acquire(_message.Message):
         *,
         lease_ids: _abc.Iterable[_builtins.int] | None = ...,
         epoch: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ids", b"lease_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ids", b"lease_ids", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -935,17 +952,21 @@ class StorageHeld(_message.Message):
 
     HOLD_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DIRTY_FIELD_NUMBER: _builtins.int
     hold_id: _builtins.int
     version: _builtins.int
+    dirty: _builtins.bool
+    """EXCLUSIVE: a holder of an older epoch died while it held"""
     def __init__(
         self,
         *,
         hold_id: _builtins.int = ...,
         version: _builtins.int = ...,
+        dirty: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dirty", b"dirty", "hold_id", b"hold_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -953,18 +974,23 @@ Global___StorageHeld: _TypeAlias = StorageHeld  # noqa: Y015
 
 @_typing.final
 class ReleaseStorage(_message.Message):
+    """A WRITE hold that ends without PublishStorage leaves the storage torn, unless it is `untouched`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HOLD_ID_FIELD_NUMBER: _builtins.int
+    UNTOUCHED_FIELD_NUMBER: _builtins.int
     hold_id: _builtins.int
+    untouched: _builtins.bool
     def __init__(
         self,
         *,
         hold_id: _builtins.int = ...,
+        untouched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_id", b"hold_id", "untouched", b"untouched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1017,3 +1043,24 @@ class Reserve(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
+
+@_typing.final
+class Cancel(_message.Message):
+    """Takes back a request that still waits; its sender answers a reply that crossed this message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cancel: _TypeAlias = Cancel  # noqa: Y015

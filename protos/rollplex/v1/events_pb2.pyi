@@ -285,8 +285,8 @@ Global___ParticipantDied: _TypeAlias = ParticipantDied  # noqa: Y015
 
 @_typing.final
 class GroupPrepared(_message.Message):
-    """From prefix-encoder. `prompt_lease`: token ids, positions, row JSON, for every worker;
-    pixels stay with the prefix-encoder.
+    """From prefix-encoder. `prompt_lease`: token ids, positions and row JSON, for the rollout; what
+    reference and learner need of the prompt are the two numbers here. Pixels stay where they are.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -294,20 +294,28 @@ class GroupPrepared(_message.Message):
     PROMPT_LEASE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     VISION_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_FIELD_NUMBER: _builtins.int
+    START_POSITION_FIELD_NUMBER: _builtins.int
     prompt_lease: _builtins.int
     prompt_tokens: _builtins.int
     """the whole prompt, vision placeholders expanded"""
     vision_tokens: _builtins.int
+    last_token: _builtins.int
+    """id of the last prompt token: first input of every response"""
+    start_position: _builtins.int
+    """its M-RoPE position, equal on all three axes"""
     def __init__(
         self,
         *,
         prompt_lease: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         vision_tokens: _builtins.int = ...,
+        last_token: _builtins.int = ...,
+        start_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_lease", b"prompt_lease", "prompt_tokens", b"prompt_tokens", "vision_tokens", b"vision_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_token", b"last_token", "prompt_lease", b"prompt_lease", "prompt_tokens", b"prompt_tokens", "start_position", b"start_position", "vision_tokens", b"vision_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,7 +453,7 @@ class GroupGenerated(_message.Message):
     DECODE_ITERATION_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
-    """tokens, log-probabilities, lengths, finish reasons"""
+    """Tokens, log-probabilities, lengths, finish reasons; unset: nobody reads them (evaluation)."""
     response_tokens: _builtins.int
     decode_iteration: _builtins.int
     """engine iteration that gave the group's last token"""
@@ -453,16 +461,18 @@ class GroupGenerated(_message.Message):
     def __init__(
         self,
         *,
-        lease: _builtins.int = ...,
+        lease: _builtins.int | None = ...,
         response_tokens: _builtins.int = ...,
         decode_iteration: _builtins.int = ...,
         weights_version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_iteration", b"decode_iteration", "lease", b"lease", "response_tokens", b"response_tokens", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "decode_iteration", b"decode_iteration", "lease", b"lease", "response_tokens", b"response_tokens", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
+    _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease) -> _WhichOneofReturnType__lease | None: ...
 
 Global___GroupGenerated: _TypeAlias = GroupGenerated  # noqa: Y015
 

@@ -40,7 +40,9 @@ BODIES = [
     bodies.StepAborted(reason="why"),
     bodies.ParticipantJoined(participant=LEARNER, pid=5, incarnation="a"),
     bodies.ParticipantDied(participant=LEARNER, pid=5, incarnation="a", reason="eof"),
-    bodies.GroupPrepared(prompt_lease=LeaseId(4), prompt_tokens=7, vision_tokens=4),
+    bodies.GroupPrepared(
+        prompt_lease=LeaseId(4), prompt_tokens=7, vision_tokens=4, last_token=3, start_position=-2
+    ),
     bodies.GroupDropped(code="c", reason="r", sample=8),
     bodies.PolicyVisionEncoded(lease=None, weights_version=WeightsVersion(1)),
     bodies.PolicyVisionEncoded(lease=LeaseId(0), weights_version=WeightsVersion(1)),

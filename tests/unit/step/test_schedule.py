@@ -42,7 +42,9 @@ def event(body, group=None, epoch=1):
     )
 
 
-PREPARED = bodies.GroupPrepared(prompt_lease=LeaseId(1), prompt_tokens=5, vision_tokens=1)
+PREPARED = bodies.GroupPrepared(
+    prompt_lease=LeaseId(1), prompt_tokens=5, vision_tokens=1, last_token=3, start_position=4
+)
 VISION = bodies.PolicyVisionEncoded(lease=None, weights_version=V(0))
 SCORED = bodies.GroupScored(lease=LeaseId(4))
 TRAINED = bodies.ResponsesTrained(lease=None)
