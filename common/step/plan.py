@@ -24,7 +24,7 @@ _MODES = {
 }
 
 
-def mode_to_proto(mode: StepMode) -> pb.StepMode:
+def mode_to_proto(mode: StepMode) -> pb.StepMode.ValueType:
     """The wire value of a step mode."""
     return _MODES[mode]
 

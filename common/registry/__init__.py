@@ -1,0 +1,1 @@
+"""Redis: which services live, and what has to outlive a process."""

@@ -1,0 +1,170 @@
+"""The update: normalise, clip and apply the accumulated gradients to flat fp32 master weights.
+
+Everything works in place on flat slices of shared storage, in the order of the weight layout:
+parameters with weight decay, then those without. Frozen parameters are not in these slices.
+Nothing is kept outside the slices: the step count is the weights version, so an optimizer made
+from saved masters and moments continues bit for bit.
+
+Shapes: P trainable elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.errors import InvalidArgument
+from common.rl.errors import ShapeError
+
+if TYPE_CHECKING:
+    from common.rl.config import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What became of one update."""
+
+    applied: bool
+    """False if a gradient was NaN or infinite; masters and moments are then unchanged."""
+    gradient_norm: float
+    """Global norm after normalisation and before clipping; NaN or infinite if not applied."""
+    clipped: bool
+    """Whether the gradients were scaled down to the largest legal norm."""
+    learning_rate: float
+
+
+class FlatAdamW:
+    """AdamW on at most two flat parameters whose moments lie in storage that is given.
+
+    Args:
+        master_P: [P] float32; the weights, changed in place.
+        moments_2P: [2, P] float32; first and second moments, changed in place; zeros at first.
+        decay_elements: length of the leading part that has weight decay.
+        version: updates that these masters have had.
+    Raises: ShapeError if the slices disagree.
+    """
+
+    def __init__(
+        self,
+        master_P: Tensor,
+        moments_2P: Tensor,
+        *,
+        decay_elements: int,
+        version: int,
+        config: AlgorithmConfig,
+    ) -> None:
+        size = master_P.numel()
+        if master_P.dim() != 1 or moments_2P.shape != (2, size) or decay_elements > size:
+            raise ShapeError(
+                f"masters {tuple(master_P.shape)}, moments {tuple(moments_2P.shape)}, "
+                f"{decay_elements} with decay: must be [P], [2, P] and at most P"
+            )
+        self._master_P = master_P
+        parts = [
+            (slice(0, decay_elements), config.weight_decay),
+            (slice(decay_elements, size), 0.0),
+        ]
+        self._parts = [(part, decay) for part, decay in parts if part.start < part.stop]
+        self._parameters = [torch.nn.Parameter(master_P[part]) for part, _ in self._parts]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [parameter], "weight_decay": decay}
+                for parameter, (_, decay) in zip(self._parameters, self._parts, strict=True)
+            ],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        for parameter, (part, _) in zip(self._parameters, self._parts, strict=True):
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(version), device=master_P.device),
+                "exp_avg": moments_2P[0, part],
+                "exp_avg_sq": moments_2P[1, part],
+            }
+
+    def step(self, gradients_P: Tensor, *, learning_rate: float) -> None:
+        """Update masters and moments in place from finite gradients.
+
+        Args:
+            gradients_P: [P] float32; only read.
+        """
+        if gradients_P.shape != self._master_P.shape:
+            raise ShapeError(
+                f"gradients {tuple(gradients_P.shape)}: must be {tuple(self._master_P.shape)}"
+            )
+        for parameter, group, (part, _) in zip(
+            self._parameters, self._optimizer.param_groups, self._parts, strict=True
+        ):
+            parameter.grad = gradients_P[part]
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def normalise(gradients_P: Tensor, tokens: int) -> None:
+    """Divide accumulated gradients, in place, by the step's number of response tokens.
+
+    Raises: InvalidArgument if there are no tokens.
+    """
+    if tokens < 1:
+        raise InvalidArgument(
+            f"response tokens of the step = {tokens}: must be at least 1 for an update"
+        )
+    gradients_P.div_(tokens)
+
+
+def clip_by_global_norm(gradients_P: Tensor, max_norm: float) -> float:
+    """Scale gradients down, in place, to a norm of at most `max_norm`.
+
+    Returns: the norm before. If it is NaN or infinite, nothing is changed.
+    Sync: one.
+    """
+    norm = float(torch.linalg.vector_norm(gradients_P, dtype=torch.float64))
+    if math.isfinite(norm) and norm > max_norm:
+        gradients_P.mul_(max_norm / norm)
+    return norm
+
+
+def apply_update(
+    optimizer: FlatAdamW,
+    gradients_P: Tensor,
+    *,
+    tokens: int,
+    max_norm: float,
+    learning_rate: float,
+) -> UpdateReport:
+    """Normalise, clip and apply the accumulated gradients; skip them if they are not finite.
+
+    Args:
+        gradients_P: [P] float32, unnormalised sums; changed in place.
+        tokens: response tokens of the step.
+    Raises: InvalidArgument if there are no tokens.
+    """
+    normalise(gradients_P, tokens)
+    norm = clip_by_global_norm(gradients_P, max_norm)
+    finite = math.isfinite(norm)
+    if finite:
+        optimizer.step(gradients_P, learning_rate=learning_rate)
+    return UpdateReport(
+        applied=finite,
+        gradient_norm=norm,
+        clipped=finite and norm > max_norm,
+        learning_rate=learning_rate,
+    )
+
+
+def cast_weights(master: Tensor, weights: Tensor) -> None:
+    """Make compute weights equal to the cast masters; nothing to do where both are one storage.
+
+    Args:
+        master: [P] float32.
+        weights: [P] of the compute dtype; written in place.
+    """
+    if weights.data_ptr() != master.data_ptr() or weights.dtype != master.dtype:
+        weights.copy_(master)

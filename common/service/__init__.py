@@ -1,0 +1,1 @@
+"""What every process does around its work: start, serve, drain, stop."""

@@ -1,0 +1,333 @@
+"""A process's side of the memory broker's data plane. Needs no torch.
+
+Awaited calls belong to the event loop that connected. One-way calls (`seal`, `abandon`, `release`)
+may come from any thread. All leases and holds of a process end with its connection.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING
+
+from common.ids import Epoch, LeaseId
+from common.tensors.connection import Answer, Connection
+from common.tensors.errors import LeaseMisuse
+from common.tensors.lease import Claim, Lease
+from common.tensors.mapping import Mapping
+from common.tensors.spec import Residency
+from common.tensors.storage import Storage
+from common.tensors.wire import Packet, specs_from_proto, specs_to_proto
+from protos.rollplex.v1 import broker_pb2 as pb
+from protos.rollplex.v1 import common_pb2
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from common.ids import GroupId, Incarnation, Participant, RunId
+    from common.tensors.spec import TensorSpec
+    from common.tensors.storage import StorageSpec
+
+_CONTROL_S = 10.0
+"""Deadline of requests that the broker answers at once."""
+
+
+class BrokerClient:
+    """One participant's connection to its node's broker.
+
+    Attributes:
+        participant: who this process is; leases are declared for it.
+        broker_incarnation: which life of the broker this is.
+        device: where the memory lies: ``cpu``, or a GPU's UUID.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        participant: Participant,
+        *,
+        broker_incarnation: str,
+        device: str,
+    ) -> None:
+        self.participant = participant
+        self.broker_incarnation = broker_incarnation
+        self.device = device
+        self._connection = connection
+        self._claims: dict[tuple[LeaseId, bool], Claim] = {}
+
+    @classmethod
+    async def connect(
+        cls,
+        socket_path: Path,
+        participant: Participant,
+        incarnation: Incarnation,
+        *,
+        timeout_s: float = 10.0,
+    ) -> BrokerClient:
+        """Join the node. An older connection of the same participant is ended.
+
+        Args:
+            incarnation: of this process.
+            timeout_s: how long to wait for a broker that is not there yet.
+
+        Raises:
+            BrokerGone: no broker answered in time.
+        """
+        connection = await Connection.open(socket_path, timeout_s=timeout_s)
+        join = pb.Join(
+            participant=common_pb2.Participant(service=participant.service, rank=participant.rank),
+            pid=os.getpid(),
+            incarnation=incarnation,
+        )
+        try:
+            answer = await connection.ask(pb.BrokerRequest(join=join), timeout_s=_CONTROL_S)
+        except BaseException:
+            await connection.close()
+            raise
+        joined = answer.reply.joined
+        return cls(
+            connection,
+            participant,
+            broker_incarnation=joined.broker_incarnation,
+            device=joined.device,
+        )
+
+    @property
+    def closed(self) -> asyncio.Event:
+        """Set when the connection has ended, by either side."""
+        return self._connection.closed
+
+    @property
+    def closed_reason(self) -> str:
+        """Why the connection ended; empty while it has not."""
+        return self._connection.closed_reason
+
+    async def close(self) -> None:
+        """End the connection and every lease and hold with it. Idempotent."""
+        await self._connection.close()
+
+    async def allocate(
+        self,
+        *,
+        run_id: RunId,
+        epoch: Epoch,
+        group: GroupId | None,
+        name: str,
+        tensors: Sequence[TensorSpec],
+        consumers: Sequence[Participant],
+        residency: Residency = Residency.PHASE,
+        next_use: str = "",
+        wait: bool = True,
+        timeout_s: float = 60.0,
+    ) -> Lease:
+        """Get memory to fill for others. Its contents are zero.
+
+        Args:
+            group: None: about the whole step.
+            name: tensor class, such as ``policy.prefix_kv``; the ledger shows it.
+            consumers: each may acquire it once; the last one's release frees it.
+            next_use: task that will read it first; the ledger shows it.
+            wait: False: refuse at once instead of waiting for room.
+
+        Raises:
+            ArenaFull: no room, and waiting was not wanted or cannot help; it has the ledger.
+            BrokerTimeout: no room within `timeout_s`; it has the ledger too.
+            StaleLease: the epoch is not the current one of the run.
+            InvalidArgument: no consumers, no tensors, or repeated names.
+            BrokerGone: the connection ended.
+        """
+        request = pb.Allocate(
+            run_id=run_id,
+            epoch=epoch,
+            group=group,
+            name=name,
+            tensors=specs_to_proto(tensors),
+            consumers=[str(consumer) for consumer in consumers],
+            residency=residency,
+            next_use=next_use,
+            wait=wait,
+            timeout_ms=round(timeout_s * 1000),
+        )
+        answer = await self._connection.ask(
+            pb.BrokerRequest(allocate=request), timeout_s=timeout_s, undo=self._undo_allocate
+        )
+        allocated = answer.reply.allocated
+        try:
+            return self._leases(answer, [LeaseId(allocated.lease_id)], [allocated.handle], True)[0]
+        except BaseException:
+            self._undo_allocate(answer.reply)
+            raise
+
+    async def acquire(
+        self, lease_ids: Sequence[LeaseId], *, epoch: Epoch, timeout_s: float = 60.0
+    ) -> list[Lease]:
+        """Wait until all are sealed, then hold them, mapped read-only; all or none.
+
+        Raises:
+            StaleLease: one has ended, or the epoch has.
+            NotDeclared: this process is not among one's consumers.
+            LeaseMisuse: acquired before, named twice, or more than fit a request.
+            UnknownLease: no lease of that number.
+            BrokerTimeout: not sealed in time; the message names the producers.
+            BrokerGone: the connection ended.
+        """
+        if not lease_ids:
+            return []
+        request = pb.Acquire(lease_ids=lease_ids, epoch=epoch, timeout_ms=round(timeout_s * 1000))
+        answer = await self._connection.ask(
+            pb.BrokerRequest(acquire=request),
+            timeout_s=timeout_s,
+            undo=lambda _: self._release_ids(lease_ids),
+        )
+        try:
+            return self._leases(answer, lease_ids, answer.reply.acquired.handles, False)
+        except BaseException:
+            self._release_ids(lease_ids)
+            raise
+
+    def release(self, leases: Iterable[Lease]) -> None:
+        """Let go of several leases. One-way; any thread; idempotent a lease."""
+        for lease in leases:
+            lease.release()
+
+    def end_epoch(self, epoch: Epoch) -> int:
+        """Let go of every lease of this and older epochs: releases, or abandons what is unsealed.
+
+        For an aborted step: call it once nothing of the epoch runs any more.
+
+        Returns: how many leases were still held.
+        """
+        claims = [claim for claim in list(self._claims.values()) if claim.epoch <= epoch]
+        return sum(claim.close() for claim in claims)
+
+    @property
+    def held_leases(self) -> list[LeaseId]:
+        """Leases that this process holds, as producer or consumer, sorted."""
+        return sorted(lease_id for lease_id, _ in list(self._claims))
+
+    async def open_storage(
+        self,
+        run_id: RunId,
+        name: str,
+        *,
+        create: StorageSpec | None = None,
+        timeout_s: float = 60.0,
+    ) -> Storage:
+        """Create a storage of the run, or attach to it; an attacher waits for the creator.
+
+        Args:
+            create: None: only attach. An existing storage has to equal it.
+
+        Raises:
+            StorageMismatch: it exists and differs from `create`.
+            NotDeclared: this process is neither reader nor writer of it.
+            ArenaFull: there will never be room for it.
+            UnknownRun: the run is not open on this node.
+            BrokerTimeout: nobody created it in time, or there was no room in time.
+            BrokerGone: the connection ended.
+        """
+        request = pb.OpenStorage(run_id=run_id, name=name, timeout_ms=round(timeout_s * 1000))
+        if create is not None:
+            request.create.CopyFrom(
+                pb.StorageSpec(
+                    tensors=specs_to_proto(create.tensors),
+                    residency=create.residency,
+                    readers=[str(reader) for reader in create.readers],
+                    writers=[str(writer) for writer in create.writers],
+                )
+            )
+        answer = await self._connection.ask(
+            pb.BrokerRequest(open_storage=request), timeout_s=timeout_s
+        )
+        opened = answer.reply.storage_opened
+        (mapping,) = _mappings(answer, [opened.handle])
+        return Storage(self._connection, mapping, opened)
+
+    async def reserve(self, run_id: RunId, name: str, size_bytes: int) -> None:
+        """Count memory of this process's own allocator in the ledger; 0 gives it back.
+
+        A second call of the same name replaces the first.
+
+        Raises:
+            ArenaFull: no room; the message has the ledger.
+            UnknownRun: the run is not open on this node.
+            BrokerGone: the connection ended.
+        """
+        request = pb.Reserve(run_id=run_id, name=name, bytes=size_bytes)
+        await self._connection.ask(pb.BrokerRequest(reserve=request), timeout_s=_CONTROL_S)
+
+    def _leases(
+        self,
+        answer: Answer,
+        lease_ids: Sequence[LeaseId],
+        handles: Sequence[pb.TensorHandle],
+        producer: bool,
+    ) -> list[Lease]:
+        mappings = _mappings(answer, handles)
+        return [
+            Lease(
+                mapping,
+                self._claim(lease_id, Epoch(handle.epoch), mapping, producer=producer),
+                generation=handle.generation,
+                producer=producer,
+            )
+            for lease_id, handle, mapping in zip(lease_ids, handles, mappings, strict=True)
+        ]
+
+    def _claim(self, lease_id: LeaseId, epoch: Epoch, mapping: Mapping, *, producer: bool) -> Claim:
+        key = (lease_id, producer)
+        claim = Claim(
+            mapping,
+            lease_id=lease_id,
+            epoch=epoch,
+            tell=self._connection.tell,
+            left_behind=_drop_unsealed(lease_id) if producer else _release([lease_id]),
+            forget=self._forgetter(key),
+        )
+        self._claims[key] = claim
+        return claim
+
+    def _forgetter(self, key: tuple[LeaseId, bool]) -> Callable[[], None]:
+        def forget() -> None:
+            self._claims.pop(key, None)
+
+        return forget
+
+    def _undo_allocate(self, reply: pb.BrokerReply) -> None:
+        self._connection.tell(_drop_unsealed(LeaseId(reply.allocated.lease_id)))
+
+    def _release_ids(self, lease_ids: Sequence[LeaseId]) -> None:
+        self._connection.tell(_release(lease_ids))
+
+
+def _release(lease_ids: Sequence[LeaseId]) -> pb.BrokerRequest:
+    return pb.BrokerRequest(release=pb.Release(lease_ids=lease_ids))
+
+
+def _drop_unsealed(lease_id: LeaseId) -> pb.BrokerRequest:
+    reason = "its producer let go of it unsealed"
+    return pb.BrokerRequest(free=pb.FreeLease(lease_ids=[lease_id], reason=reason))
+
+
+def _mappings(answer: Answer, handles: Sequence[pb.TensorHandle]) -> list[Mapping]:
+    """Map every descriptor of an answer; all of them are closed, also if one fails."""
+    if len(answer.fds) != len(handles):
+        Packet(data=b"", fds=answer.fds).close()
+        raise LeaseMisuse(
+            f"the broker sent {len(answer.fds)} descriptors for {len(handles)} handles"
+        )
+    fds = deque(answer.fds)
+    try:
+        return [
+            Mapping.of_fd(
+                fds.popleft(),
+                name=handle.name,
+                size_bytes=handle.size_bytes,
+                specs=specs_from_proto(handle.tensors),
+            )
+            for handle in handles
+        ]
+    finally:
+        Packet(data=b"", fds=tuple(fds)).close()

@@ -1,0 +1,86 @@
+"""Broker memory as torch tensors, zero-copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from common.tensors.spec import DType, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DTYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype) for dtype in DType}
+_NAMES: dict[torch.dtype, DType] = {value: key for key, value in _DTYPES.items()}
+
+
+class TensorSource(Protocol):
+    """A lease or a storage."""
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the tensor is."""
+
+    def buffer(self, name: str) -> memoryview:
+        """Its bytes."""
+
+
+class _Window:
+    """Bytes offered to numpy as writable, whether or not the pages are.
+
+    torch has no read-only tensors and warns, once a process, about a read-only buffer.
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer  # keeps the pages mapped for as long as a tensor refers to this
+        address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (buffer.nbytes,),
+            "data": (address, False),
+        }
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of an element type."""
+    return _DTYPES[dtype]
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor, to allocate one like it.
+
+    Raises:
+        KeyError: an element type that the broker does not carry.
+    """
+    return TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+
+
+def tensor_view(source: TensorSource, name: str) -> torch.Tensor:
+    """One tensor of a lease or storage, on the CPU.
+
+    The tensor keeps the pages mapped, also after the lease was released; a release says that the
+    bytes may belong to others from then on. Writing to a consumer's view ends the process with a
+    memory fault: the pages themselves are read-only.
+
+    Args:
+        name: as in the specification.
+
+    Returns: a dense tensor of the specified type and shape over the broker's memory.
+
+    Raises:
+        LeaseMisuse: no such tensor, or it was let go.
+    """
+    spec = source.spec(name)
+    buffer = source.buffer(name)
+    dtype = _DTYPES[spec.dtype]
+    if not buffer.nbytes:
+        return torch.empty(spec.shape, dtype=dtype)
+    flat = torch.from_numpy(np.asarray(_Window(buffer)))
+    return flat.view(dtype).view(spec.shape)
+
+
+def tensor_views(source: TensorSource, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Several tensors of a lease or storage, by name; see `tensor_view`."""
+    return {name: tensor_view(source, name) for name in names}

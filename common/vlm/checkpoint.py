@@ -1,0 +1,135 @@
+"""Reading and writing Qwen2.5-VL checkpoints from and to flat weights, one tensor at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from common.vlm.errors import ModelFilesError
+from common.vlm.files import INDEX_FILE, weight_files
+from common.vlm.names import in_memory_name, on_disk_name
+from common.weights.binding import torch_dtype, views
+from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
+from common.weights.layout import TensorEntry, WeightLayout, missing_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Qwen2_5_VLConfig
+
+ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+DEFAULT_SHARD_BYTES = 2 * 1024**3
+
+
+def load_checkpoint(path: str | Path, layout: WeightLayout, flat: Tensor) -> None:
+    """Fill flat weights from a model folder, cast to the buffer's dtype.
+
+    No more than one tensor of the checkpoint is held beside the buffer.
+
+    Args:
+        path: folder with one safetensors file or an index of several.
+        layout: must be of the whole model (world 1).
+        flat: [total_elements]; written, padding set to zero. Undefined after an error.
+    Raises: ModelFilesError for an absent or unreadable file; MissingWeight or UnexpectedWeight
+        naming the tensors; LayoutMismatch for a tensor of another shape.
+    """
+    targets = _whole_views(layout, flat)
+    flat.zero_()
+    loaded: set[str] = set()
+    unexpected: list[str] = []
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                for disk_name in shard.keys():  # noqa: SIM118 - not a mapping
+                    name = in_memory_name(disk_name)
+                    if name in targets:
+                        _copy(shard.get_tensor(disk_name), targets[name], f"{file}: {disk_name}")
+                        loaded.add(name)
+                    elif name not in layout.aliases:
+                        unexpected.append(disk_name)
+        except (SafetensorError, OSError) as error:
+            raise ModelFilesError(f"cannot read {file}: {error}", path=str(file)) from error
+    if missing := [name for name in targets if name not in loaded]:
+        raise missing_error(missing, f"the checkpoint {path}")
+    if unexpected:
+        raise UnexpectedWeight(
+            f"the checkpoint {path} has weights of no parameter: {shown(unexpected)}",
+            names=unexpected,
+        )
+
+
+def save_checkpoint(
+    path: str | Path,
+    config: Qwen2_5_VLConfig,
+    layout: WeightLayout,
+    flat: Tensor,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write configuration and weights as the library itself would name them.
+
+    No more than one shard is held beside the buffer. Tokenizer and processor files are not this
+    function's. Files are written in place: a caller that needs all or nothing writes to a new
+    folder and renames it.
+
+    Args:
+        path: folder; made if absent.
+        config: left unchanged; saved with the layout's dtype.
+        layout: must be of the whole model (world 1).
+        flat: [total_elements], any device.
+        max_shard_bytes: a file is closed before it exceeds this, unless one tensor does.
+    Raises: LayoutMismatch if the buffer does not fit the layout.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _whole_views(layout, flat)
+    shards = _shards(layout, flat.element_size(), max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, entries in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        content = {on_disk_name(e.name): tensors[e.name].detach().cpu().clone() for e in entries}
+        save_file(content, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(content, file))
+    total_bytes = sum(entry.numel for entry in layout.entries) * flat.element_size()
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+    saved = copy.deepcopy(config)
+    saved.architectures = [ARCHITECTURE]
+    saved.dtype = flat.dtype
+    saved.save_pretrained(folder)
+
+
+def _whole_views(layout: WeightLayout, flat: Tensor) -> dict[str, Tensor]:
+    if layout.world != 1:
+        raise LayoutMismatch(f"a checkpoint holds whole tensors, not part 1 of {layout.world}")
+    if flat.numel() != layout.total_elements:
+        raise LayoutMismatch(f"{flat.numel()} elements for a layout of {layout.total_elements}")
+    torch_dtype(layout)
+    return views(flat, layout)
+
+
+def _copy(source: Tensor, target: Tensor, where: str) -> None:
+    if source.shape != target.shape:
+        raise LayoutMismatch(
+            f"{where} has shape {tuple(source.shape)}; the model has {tuple(target.shape)}"
+        )
+    target.copy_(source)
+
+
+def _shards(
+    layout: WeightLayout, element_bytes: int, max_shard_bytes: int
+) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
+    used = 0
+    for entry in layout.entries:
+        size = entry.numel * element_bytes
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += size
+    return shards

@@ -1,0 +1,139 @@
+"""Parameters of a model as views of flat storage that somebody else owns.
+
+Shapes: E = `total_elements` of a layout, Et = its `trainable_elements`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
+from common.weights.layout import TensorEntry, WeightLayout, missing_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def torch_dtype(layout: WeightLayout) -> torch.dtype:
+    """The dtype of the layout's compute weights.
+
+    Raises: LayoutMismatch if torch has no floating dtype of that name.
+    """
+    dtype = getattr(torch, layout.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise LayoutMismatch(f"dtype {layout.dtype!r} is no floating dtype of torch")
+    return dtype
+
+
+def views(
+    flat: Tensor, layout: WeightLayout, names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """The named parts of a flat buffer.
+
+    Args:
+        flat: [E] or [Et], any dtype and device; with Et only trainable entries have a part.
+        layout: where the parts lie.
+        names: which parts; all that `flat` has, if not given. Aliases are allowed.
+    Returns: views of `flat` by name, in the order of offsets or of `names`.
+    Raises: LayoutMismatch if `flat` has another length or lacks a named part.
+    """
+    if flat.dim() != 1 or flat.numel() not in {layout.total_elements, layout.trainable_elements}:
+        raise LayoutMismatch(
+            f"a flat buffer of shape {tuple(flat.shape)} does not fit a layout of "
+            f"{layout.total_elements} elements, {layout.trainable_elements} of them trainable"
+        )
+    length = flat.numel()
+    if names is None:
+        chosen = {entry.name: entry for entry in layout.entries if entry.offset_elements < length}
+    else:
+        chosen = layout.select(names)
+    for name, entry in chosen.items():
+        if entry.offset_elements + entry.numel > length:
+            raise LayoutMismatch(
+                f"{name} is frozen: a buffer of trainable state has no part for it"
+            )
+    return {name: _view(flat, entry) for name, entry in chosen.items()}
+
+
+def bind_parameters(
+    model: nn.Module,
+    layout: WeightLayout,
+    flat_weights: Tensor,
+    flat_gradients: Tensor | None,
+) -> None:
+    """Make every parameter of the model a view of shared storage.
+
+    With an accumulator, trainable parameters require a gradient and their ``.grad`` is a view of
+    it, in its dtype: a backward then adds in place, in the accumulator's precision. Never set
+    ``.grad`` to None afterwards; zero the accumulator instead. Without one, nothing requires a
+    gradient.
+
+    Args:
+        model: its parameters may be on the meta device; they are replaced.
+        layout: must cover exactly the model's parameters.
+        flat_weights: [E].
+        flat_gradients: [Et] of any floating dtype on the same device, or None.
+    Raises: MissingWeight or UnexpectedWeight naming the parameters; LayoutMismatch for shapes.
+    """
+    owners = _parameter_owners(model)
+    known = set(layout.names) | set(layout.aliases)
+    if missing := sorted(set(owners) - known):
+        raise missing_error(missing, "the layout")
+    if extra := sorted(known - set(owners)):
+        raise UnexpectedWeight(f"the model has no parameter for: {shown(extra)}", names=extra)
+    weights = views(flat_weights, layout)
+    if len(weights) != len(layout.entries):
+        raise LayoutMismatch("the weights' buffer has room for the trainable entries only")
+    gradients: dict[str, Tensor] = {}
+    if flat_gradients is not None:
+        gradients = views(flat_gradients, layout, [e.name for e in layout.trainable_entries])
+    parameters: dict[str, nn.Parameter] = {}
+    for name, weight in weights.items():
+        module, leaf = owners[name]
+        if (shape := tuple(getattr(module, leaf).shape)) != tuple(weight.shape):
+            raise LayoutMismatch(f"{name} is {shape} in the model and {tuple(weight.shape)} here")
+        parameters[name] = _parameter(weight, gradients.get(name))
+    for name, (module, leaf) in owners.items():
+        setattr(module, leaf, parameters[layout.aliases.get(name, name)])
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of names, dtypes, shapes and bytes; the mapping's order does not matter.
+
+    Args:
+        tensors: any device; one tensor at a time is copied to the host.
+    Returns: hexadecimal digest of 16 bytes.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def _view(flat: Tensor, entry: TensorEntry) -> Tensor:
+    return flat.narrow(0, entry.offset_elements, entry.numel).view(entry.shape)
+
+
+def _parameter_owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Each parameter's name, tied ones under all their names, to the module that holds it."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            assert parameter is not None
+            owners[f"{prefix}.{leaf}" if prefix else leaf] = (module, leaf)
+    return owners
+
+
+def _parameter(weight: Tensor, gradient: Tensor | None) -> nn.Parameter:
+    parameter = nn.Parameter(weight, requires_grad=gradient is not None)
+    if gradient is not None:
+        # autograd casts each contribution to the accumulator's dtype before it adds
+        parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
+    return parameter

@@ -1,0 +1,1 @@
+"""What the four services that take part in a step have in common."""

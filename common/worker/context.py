@@ -1,0 +1,51 @@
+"""What a worker knows of the run that it is configured for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.config.recipe import Recipe
+from common.ids import Participant, RunId, Service
+
+if TYPE_CHECKING:
+    from common.registry.runs import RunLedger
+    from common.tensors.client import BrokerClient
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """One worker's view of one run; valid for one connection to the broker."""
+
+    run_id: RunId
+    recipe: Recipe
+    run_dir: Path
+    participant: Participant
+    device: torch.device
+    broker: BrokerClient
+    ledger: RunLedger
+    resume_from: Path | None
+    """Checkpoint folder to continue from when nothing newer is durable."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the compute weights."""
+        return DTYPES[self.recipe.model.dtype]
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """Dtype of masters, moments and gradients: float32, or float64 for float64 weights."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def peer(self, service: Service) -> Participant:
+        """The process of another service that works with this one: the same rank."""
+        return Participant(service=service, rank=self.participant.rank)

@@ -1,0 +1,75 @@
+"""The prompt of one group as it lies in leases.
+
+Shapes: P+1 prompt tokens, V vision tokens, h hidden width.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.tensors.lease import Lease
+from common.tensors.views import tensor_view
+from common.vlm.prompt import PromptTensors
+from common.worker.scope import TensorShape
+
+EMBEDDINGS = "embeddings"
+"""The one tensor of a lease of vision embeddings: [V, h]."""
+
+_IDS = "token_ids"
+_POSITIONS = "positions"
+_TYPES = "mm_token_type_ids"
+_ROW = "row"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptText:
+    """What the rollout needs of a prompt: tokens and positions, no pixels, and the row."""
+
+    token_ids: torch.Tensor
+    """[P+1] int64."""
+    positions: torch.Tensor
+    """[3, P+1] int64."""
+    mm_token_type_ids: torch.Tensor
+    """[P+1] int64."""
+    row: Mapping[str, Any]
+    """The data set's row without its messages, for the reward functions."""
+
+
+def prompt_tensors(
+    prompt: PromptTensors, row_json: bytes
+) -> tuple[dict[str, TensorShape], Callable[[Mapping[str, torch.Tensor]], None]]:
+    """Shapes of the lease of a prompt, and what fills it.
+
+    Args:
+        prompt: on the host.
+        row_json: the row's further fields as UTF-8 JSON.
+    """
+    row = torch.frombuffer(bytearray(row_json), dtype=torch.uint8)
+    tensors = {
+        _IDS: prompt.token_ids,
+        _POSITIONS: prompt.positions,
+        _TYPES: prompt.mm_token_type_ids,
+        _ROW: row,
+    }
+
+    def fill(out: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            out[name].copy_(tensor)
+
+    return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, fill
+
+
+def prompt_text(lease: Lease) -> PromptText:
+    """The prompt in a lease; its tensors are views of it."""
+    row = tensor_view(lease, _ROW)
+    return PromptText(
+        token_ids=tensor_view(lease, _IDS),
+        positions=tensor_view(lease, _POSITIONS),
+        mm_token_type_ids=tensor_view(lease, _TYPES),
+        row=json.loads(row.numpy().tobytes()),
+    )

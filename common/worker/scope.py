@@ -1,0 +1,244 @@
+"""What a worker holds for one epoch of one step, and how it gives all of it back.
+
+Invariants:
+- Everything taken through a scope (leases, storage holds) is given back by `close`, whatever ended
+  the epoch.
+- `close` runs behind the compute job that is running, if any, so nothing is unmapped, and no
+  accumulator let go, under a kernel.
+- After `close`, what a late answer of the broker still brings is given back at once, and nothing
+  is published any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from common.errors import RollplexError
+from common.events import Event, WorkSpan
+from common.events.bodies import Body
+from common.ids import GroupId, LeaseId, Participant, WeightsVersion
+from common.step.tasks import Task
+from common.step.view import StepView
+from common.tensors.client import BrokerClient
+from common.tensors.lease import Lease
+from common.tensors.spec import DType, TensorSpec
+from common.tensors.storage import Hold, Storage
+from common.tensors.views import tensor_view
+
+INLINE_COPY_BYTES = 1 << 20
+"""Larger copies into leases leave the event loop's thread."""
+HOLD_TIMEOUT_S = 300.0
+"""Longest wait for a storage hold; the step's own deadline is usually shorter."""
+
+T = TypeVar("T")
+Held = TypeVar("Held", bound="Releasable")
+TensorShape = tuple[torch.dtype, tuple[int, ...]]
+
+
+class StepOver(RollplexError):
+    """The epoch ended while this task still ran; its result is not wanted."""
+
+
+class Releasable(Protocol):
+    """Something held until `release`, which may be called from any thread, and twice."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Generic[T]):
+    """What a compute job returned, and when it ran."""
+
+    value: T
+    span: WorkSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A lease that is being filled."""
+
+    lease_id: LeaseId
+    tensors: Mapping[str, torch.Tensor]
+
+
+class StepScope:
+    """The holdings of one worker in one epoch."""
+
+    def __init__(
+        self,
+        view: StepView,
+        *,
+        participant: Participant,
+        broker: BrokerClient,
+        compute: Executor,
+        publish: Callable[[Event], Awaitable[None]],
+    ) -> None:
+        self.view = view
+        self.plan = view.plan
+        self.closed = False
+        self._participant = participant
+        self._broker = broker
+        self._compute = compute
+        self._publish = publish
+        self._held: list[Releasable] = []
+
+    async def run(self, task: Task, job: Callable[[], T]) -> Timed[T]:
+        """Run a job in the compute thread. Raises StepOver if the epoch ends before it starts."""
+
+        def timed() -> Timed[T]:
+            self.check()
+            start_ns = time.monotonic_ns()
+            value = job()
+            span = WorkSpan(task=task, start_ns=start_ns, end_ns=time.monotonic_ns())
+            return Timed(value=value, span=span)
+
+        return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+
+    def check(self) -> None:
+        """Raises StepOver once the epoch has ended."""
+        if self.closed:
+            raise StepOver(f"epoch {self.plan.epoch} of step {self.plan.step} has ended")
+
+    async def acquire(self, *lease_ids: LeaseId) -> list[Lease]:
+        """Hold leases, in the order given; waits until each is sealed."""
+        leases = await self._broker.acquire(lease_ids, epoch=self.plan.epoch)
+        for lease in leases:
+            self.keep(lease)
+        return leases
+
+    @asynccontextmanager
+    async def writing(
+        self,
+        name: str,
+        group: GroupId,
+        tensors: Mapping[str, TensorShape],
+        *,
+        consumers: Iterable[Participant],
+        next_use: Task,
+    ) -> AsyncIterator[Draft]:
+        """Allocate a lease, to be filled inside the block; it is sealed at the block's end.
+
+        Args:
+            name: tensor class, such as `policy.prefix_kv`.
+            tensors: dtype and shape of each tensor by name.
+            consumers: who will acquire it, once each.
+        """
+        specs = [
+            TensorSpec(name=key, dtype=dtype_name(dtype), shape=shape)
+            for key, (dtype, shape) in tensors.items()
+        ]
+        lease = await self._broker.allocate(
+            run_id=self.plan.run_id,
+            epoch=self.plan.epoch,
+            group=group,
+            name=name,
+            tensors=specs,
+            consumers=list(consumers),
+            next_use=next_use,
+        )
+        try:
+            self.check()
+            views = {spec.name: tensor_view(lease, spec.name) for spec in specs}
+            yield Draft(lease_id=lease.id, tensors=views)
+        except BaseException:
+            lease.abandon(f"{self._participant} could not fill it")
+            raise
+        lease.seal()
+
+    async def produce(
+        self,
+        name: str,
+        group: GroupId,
+        tensors: Mapping[str, TensorShape],
+        fill: Callable[[Mapping[str, torch.Tensor]], object],
+        *,
+        consumers: Iterable[Participant],
+        next_use: Task,
+    ) -> LeaseId:
+        """Allocate a lease, let `fill` copy into its tensors, seal it."""
+        async with self.writing(
+            name, group, tensors, consumers=consumers, next_use=next_use
+        ) as draft:
+            if sum(tensor.nbytes for tensor in draft.tensors.values()) > INLINE_COPY_BYTES:
+                await asyncio.to_thread(fill, draft.tensors)
+            else:
+                fill(draft.tensors)
+        return draft.lease_id
+
+    async def read(self, storage: Storage, version: WeightsVersion) -> Hold:
+        """Hold a version of a storage until it is given back, or until `close`."""
+        return self.keep(await storage.hold_read(version, timeout_s=HOLD_TIMEOUT_S))
+
+    @asynccontextmanager
+    async def exclusive(self, storage: Storage) -> AsyncIterator[Hold]:
+        """Be the only one who writes an accumulator.
+
+        The hold ends with the block, or, if the block is left by an error while its job may still
+        be running, with the scope.
+        """
+        hold = await storage.hold_exclusive(self.plan.epoch, timeout_s=HOLD_TIMEOUT_S)
+        self.keep(hold)
+        yield hold
+        self.give_back(hold)
+
+    def keep(self, held: Held) -> Held:
+        """Give it back when the epoch ends; at once, with StepOver, if it has ended."""
+        if self.closed:
+            held.release()
+            self.check()
+        self._held.append(held)
+        return held
+
+    def give_back(self, *held: Releasable) -> None:
+        """Release before the end of the epoch."""
+        for item in held:
+            item.release()
+            if item in self._held:
+                self._held.remove(item)
+
+    async def publish(
+        self,
+        body: Body,
+        group: GroupId | None = None,
+        *,
+        span: WorkSpan | None = None,
+        cause_id: str = "",
+    ) -> None:
+        """Send an event of this epoch. Raises StepOver if it has ended."""
+        self.check()
+        await self._publish(
+            Event(
+                sender=self._participant,
+                run_id=self.plan.run_id,
+                step=self.plan.step,
+                epoch=self.plan.epoch,
+                group=group,
+                work=span,
+                cause_id=cause_id,
+                body=body,
+            )
+        )
+
+    def end(self) -> None:
+        """No further work and no further events; what is held stays until `close`."""
+        self.closed = True
+
+    def close(self) -> None:
+        """Give everything back. Runs in the compute thread, behind the job that is running."""
+        self.closed = True
+        while self._held:
+            self._held.pop().release()
+
+
+def dtype_name(dtype: torch.dtype) -> DType:
+    """The broker's name of a torch dtype."""
+    return DType(str(dtype).removeprefix("torch."))

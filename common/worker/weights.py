@@ -1,0 +1,115 @@
+"""The run's shared weights: which storages there are, and models bound to them.
+
+Shapes: E elements of all weights of a layout, Et of its trainable part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from common.ids import Participant, WeightsVersion
+from common.tensors.spec import DType, Residency, TensorSpec
+from common.tensors.storage import Storage, StorageSpec
+from common.tensors.views import tensor_view
+from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
+from common.vlm.model import SplitModel
+from common.weights.binding import bind_parameters
+from common.weights.layout import WeightLayout
+from common.worker.context import RunContext
+from common.worker.scope import dtype_name
+
+POLICY_WEIGHTS = "policy.weights"
+POLICY_OPTIMIZER = "policy.optimizer"
+POLICY_GRADIENTS = "policy.gradients"
+REFERENCE_WEIGHTS = "reference.weights"
+
+REFERENCE_VERSION = WeightsVersion(0)
+"""The reference never changes."""
+
+KV = "kv"
+"""The one tensor of a lease of prefix K/V, or of their gradients: [L, 2, K, P, D]."""
+FLAT = "flat"
+"""The one tensor of a storage of weights ([E]) or gradients ([Et])."""
+MASTERS = "masters"
+"""[Et] in the accumulator's dtype; only where the compute dtype is another one."""
+MOMENTS = "moments"
+"""[2, Et] in the accumulator's dtype: AdamW's first and second moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What every process derives alike from the model folder and the recipe."""
+
+    config: Qwen2_5_VLConfig
+    layout: WeightLayout
+    suppressed: torch.Tensor
+    """[n] int64 ids that are never sampled."""
+
+
+def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> ModelShape:
+    """Read the configuration and lay out the weights. Raises ModelFilesError."""
+    config = load_config(path)
+    model = empty_model(config, device="meta", dtype=context.dtype)
+    return ModelShape(
+        config=config,
+        layout=weight_layout(model, train_vision=train_vision, dtype=context.dtype),
+        suppressed=torch.tensor(suppressed_token_ids(config), dtype=torch.int64),
+    )
+
+
+def policy_shape(context: RunContext) -> ModelShape:
+    """The policy's shape under the recipe."""
+    model = context.recipe.model
+    return model_shape(context, model.path, train_vision=model.train_vision)
+
+
+def reference_shape(context: RunContext) -> ModelShape:
+    """The reference's shape: nothing of it trains."""
+    model = context.recipe.model
+    return model_shape(context, model.reference_path or model.path, train_vision=False)
+
+
+def flat_spec(
+    elements: int,
+    dtype: torch.dtype,
+    *,
+    readers: Sequence[Participant],
+    writers: Sequence[Participant],
+    residency: Residency = Residency.PINNED,
+) -> StorageSpec:
+    """A storage of one flat tensor."""
+    tensor = TensorSpec(name=FLAT, dtype=dtype_name(dtype), shape=(elements,))
+    return StorageSpec(
+        tensors=(tensor,), readers=tuple(readers), writers=tuple(writers), residency=residency
+    )
+
+
+def optimizer_spec(context: RunContext, layout: WeightLayout, owner: Participant) -> StorageSpec:
+    """Masters and moments; masters only where they are not the weights themselves."""
+    dtype: DType = dtype_name(context.accumulator_dtype)
+    size = layout.trainable_elements
+    tensors = [TensorSpec(name=MOMENTS, dtype=dtype, shape=(2, size))]
+    if context.dtype is not context.accumulator_dtype:
+        tensors.append(TensorSpec(name=MASTERS, dtype=dtype, shape=(size,)))
+    return StorageSpec(
+        tensors=tuple(tensors), readers=(), writers=(owner,), residency=Residency.SPILLABLE
+    )
+
+
+def bound_model(
+    context: RunContext, shape: ModelShape, weights: Storage, gradients: Storage | None
+) -> SplitModel:
+    """The model whose parameters are the shared storage itself.
+
+    Args:
+        gradients: the accumulator that `.grad` is a view of; None: nothing trains here.
+    """
+    model = empty_model(shape.config, device=context.device, dtype=context.dtype)
+    flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
+    bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
+    return SplitModel(model)

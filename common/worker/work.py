@@ -1,0 +1,65 @@
+"""What each worker service implements: the run's model parts, and the work of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from common.ids import Epoch, GroupId, WeightsVersion
+from common.step.machine import Lane
+from common.step.tasks import Task
+from common.worker.context import RunContext
+from common.worker.scope import StepScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Answer to a configuration: the worker can take part in a step."""
+
+    weights_version: WeightsVersion | None = None
+    """Learner: the version that it holds and that is durable."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """For people and metrics, such as the number of parameters."""
+
+
+class StepWork(Protocol):
+    """The work of one epoch. Methods run in the event loop; compute goes through the scope."""
+
+    async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
+        """Do one task and publish its event; whatever it raises ends the epoch."""
+
+    def forget(self, group: GroupId) -> None:
+        """The group was dropped: nothing of it is needed any more."""
+
+    async def advance(self) -> None:
+        """An event was folded into the view: give back what no later task needs."""
+
+    def close(self) -> None:
+        """Drop tensors and graphs. Runs in the compute thread, before the scope's `close`."""
+
+
+class RunWork(Protocol):
+    """One worker's part in a run, for one connection to the broker."""
+
+    lanes: tuple[Lane, ...]
+
+    async def prepare(self) -> Prepared:
+        """Make sure that a step can begin; also after a failed one. Idempotent."""
+
+    def begin(self, scope: StepScope) -> StepWork:
+        """Start the work of an epoch."""
+
+    async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
+        """Write a checkpoint. Raises FailedPrecondition where the service has none."""
+
+    async def close(self) -> None:
+        """Give up model, children and storages. Idempotent."""
+
+
+class RunFactory(Protocol):
+    """Builds a worker's part in a run: loads the model, opens storages, starts children."""
+
+    async def __call__(self, context: RunContext) -> RunWork:
+        """Raises RollplexError if the run cannot be served."""

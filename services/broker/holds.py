@@ -1,0 +1,166 @@
+"""One run-scoped storage: its version, who holds it, who waits, and who goes next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from common.tensors.errors import StaleVersion, StorageMisuse, StorageTorn
+from common.tensors.storage import HoldKind
+from services.broker.instructions import Handle
+from services.broker.ledger import LedgerRow
+
+if TYPE_CHECKING:
+    from common.errors import RollplexError
+    from common.ids import Epoch, Participant, RunId
+    from common.tensors.spec import Layout
+    from common.tensors.storage import StorageSpec
+    from services.broker.events import Generation, HoldId, Origin, StorageId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """A granted hold."""
+
+    hold_id: HoldId
+    participant: Participant
+    kind: HoldKind
+    version: int
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingHold:
+    """A hold that is not granted yet."""
+
+    origin: Origin
+    kind: HoldKind
+    version: int
+    epoch: Epoch
+    deadline_ns: int
+
+    def __str__(self) -> str:
+        version = "" if self.kind is HoldKind.EXCLUSIVE else f" of version {self.version}"
+        return f"a {self.kind} hold{version} for {self.origin.participant}"
+
+
+class Verdict(NamedTuple):
+    """What is to become of a waiting hold: granted, refused with `error`, or neither yet."""
+
+    grant: bool
+    error: RollplexError | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Storage:
+    """A live storage. `storage.StorageBook` alone changes it.
+
+    Readable at `version` while no WRITE hold exists and it is not torn; a WRITE hold excludes all
+    other holds, so does an EXCLUSIVE one.
+    """
+
+    storage_id: StorageId
+    generation: Generation
+    run_id: RunId
+    name: str
+    spec: StorageSpec
+    layout: Layout
+    size_bytes: int
+    """Whole pages."""
+    creator: Participant
+    version: int | None = None
+    torn: str = ""
+    """Who left it torn; empty: the contents are whole."""
+    dirty_epoch: Epoch | None = None
+    """Epoch in which a holder of EXCLUSIVE died; None once a later hold was released."""
+    holds: dict[HoldId, Hold] = field(default_factory=dict)
+    waiting: list[WaitingHold] = field(default_factory=list)
+
+    def may_open(self, participant: Participant) -> bool:
+        """Whether a participant is declared at all."""
+        return participant in self.spec.readers or participant in self.spec.writers
+
+    def judge(self, wanted: WaitingHold) -> Verdict:
+        """Decide on a waiting hold; of those that can be granted, the first waiting is."""
+        if wanted.kind is HoldKind.READ:
+            return self._judge_read(wanted)
+        if wanted.kind is HoldKind.EXCLUSIVE and self.dirty_epoch is not None:
+            if wanted.epoch <= self.dirty_epoch:
+                text = (
+                    f"{self.name}: a holder died in epoch {self.dirty_epoch} while it changed the "
+                    "contents; they are undefined until the next epoch"
+                )
+                return Verdict(grant=False, error=StorageTorn(text))
+        return Verdict(grant=not self.holds)
+
+    def own_conflict(self, wanted: WaitingHold) -> RollplexError | None:
+        """Refuse what would wait for the caller itself."""
+        own = [h for h in self.holds.values() if h.participant == wanted.origin.participant]
+        if wanted.kind is HoldKind.READ:
+            own = [hold for hold in own if hold.kind is not HoldKind.READ]
+        if not own:
+            return None
+        return StorageMisuse(
+            f"{wanted} on {self.name} would wait for that participant's own {own[0].kind} hold"
+        )
+
+    def handle(self, participant: Participant) -> Handle:
+        """What a participant needs to map it."""
+        return Handle(
+            generation=self.generation,
+            name=self.name,
+            size_bytes=self.size_bytes,
+            specs=self.layout.specs,
+            epoch=None,
+            writable=participant in self.spec.writers,
+        )
+
+    def row(self) -> LedgerRow:
+        """Its line in the ledger."""
+        return LedgerRow(
+            name=self.name,
+            run_id=self.run_id,
+            lease_id=None,
+            epoch=None,
+            group=None,
+            size_bytes=self.size_bytes,
+            producer=self.creator,
+            waiting_for=(),
+            holders=tuple(sorted({h.participant for h in self.holds.values()}, key=str)),
+            state=self.describe(),
+            residency=self.spec.residency,
+            until=f"run {self.run_id} closes",
+            generation=self.generation,
+        )
+
+    def describe(self) -> str:
+        """The state in a few words."""
+        held = {hold.kind for hold in self.holds.values()}
+        version = "empty" if self.version is None else f"v{self.version}"
+        if HoldKind.WRITE in held:
+            (hold,) = self.holds.values()
+            return f"writing({version} -> v{hold.version})"
+        if HoldKind.EXCLUSIVE in held:
+            return "exclusive"
+        return f"torn({version})" if self.torn else f"readable({version})"
+
+    def held_by(self) -> str:
+        """Holders and their holds, in words."""
+        holds = sorted(f"{hold.participant} ({hold.kind})" for hold in self.holds.values())
+        return ", ".join(holds) or "nobody"
+
+    def _judge_read(self, wanted: WaitingHold) -> Verdict:
+        if any(hold.kind is not HoldKind.READ for hold in self.holds.values()):
+            return Verdict(grant=False)
+        if self.torn:
+            text = f"{self.name} is torn: {self.torn}; it was wanted at version {wanted.version}"
+            return Verdict(grant=False, error=StorageTorn(text))
+        if self.version is None or wanted.version > self.version:
+            return Verdict(grant=False)
+        if wanted.version < self.version:
+            text = (
+                f"{self.name} is at version {self.version}; version {wanted.version}, which "
+                f"{wanted.origin.participant} wanted, is gone"
+            )
+            return Verdict(grant=False, error=StaleVersion(text))
+        return Verdict(grant=True)

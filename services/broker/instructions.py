@@ -1,0 +1,138 @@
+"""What the state wants done. Each is carried out at once and in order; none answers with an event,
+except that a CreateMemory that fails becomes one MemoryFailed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.errors import RollplexError
+    from common.ids import Epoch, LeaseId, Participant, RunId
+    from common.step.plan import StepPlan
+    from common.tensors.spec import TensorSpec
+    from services.broker.events import Generation, HoldId, Origin, StorageId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """Base of all instructions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateMemory(Instruction):
+    """Make zeroed memory. If that fails, the replies that hand it out become refusals."""
+
+    generation: Generation
+    size_bytes: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory(Instruction):
+    """Let the memory go; whoever has it mapped keeps the pages until unmapping."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """A piece of memory as a participant gets it."""
+
+    generation: Generation
+    name: str
+    size_bytes: int
+    specs: tuple[TensorSpec, ...]
+    epoch: Epoch | None
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply(Instruction):
+    """Base of the answers to a request."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyAllocated(Reply):
+    """The lease is the producer's to fill."""
+
+    lease_id: LeaseId
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyAcquired(Reply):
+    """All leases asked for, in that order."""
+
+    handles: tuple[Handle, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyStorageOpened(Reply):
+    """The storage, new or attached."""
+
+    storage_id: StorageId
+    handle: Handle
+    created: bool
+    version: int | None
+    torn: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHeld(Reply):
+    """The hold is granted."""
+
+    hold_id: HoldId
+    version: int
+    dirty: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyDone(Reply):
+    """Done, with nothing to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(Reply):
+    """The request failed. For a one-way request it ends the session."""
+
+    error: RollplexError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceStepBegan(Instruction):
+    """Tell the node that an epoch began."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceStepAborted(Instruction):
+    """Tell the node that an epoch ended without an update."""
+
+    run_id: RunId
+    step: int
+    epoch: Epoch
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceJoined(Instruction):
+    """Tell the node that a participant is there."""
+
+    participant: Participant
+    pid: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceDied(Instruction):
+    """Tell the node that a participant is gone."""
+
+    participant: Participant
+    pid: int
+    incarnation: str
+    reason: str

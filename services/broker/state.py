@@ -1,0 +1,318 @@
+"""The broker's state machine: events in, instructions out, no input or output of its own.
+
+It owns nothing but numbers and names; memory, sockets and clocks are the executor's. The parts:
+`runs` (epoch fences), `room` (bytes), `leases` (step-scoped), `storage` (run-scoped),
+`reservations`. After every event: what waits cannot be granted, and the rows of the ledger add up
+to the bytes in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatchmethod
+from typing import TYPE_CHECKING
+
+from common.errors import RollplexError
+from common.ids import Epoch
+from common.tensors.errors import BrokerTimeout, RequestCancelled, StaleLease, UnknownRun
+from services.broker import events
+from services.broker.instructions import (
+    AnnounceDied,
+    AnnounceJoined,
+    AnnounceStepAborted,
+    AnnounceStepBegan,
+    Instruction,
+    Refuse,
+    ReplyDone,
+)
+from services.broker.leases import LeaseBook
+from services.broker.ledger import LedgerView
+from services.broker.outbox import Outbox
+from services.broker.reservations import Reservations
+from services.broker.room import Room, RoomRequest
+from services.broker.runs import Fence, Runs
+from services.broker.storage import StorageBook
+
+if TYPE_CHECKING:
+    from common.ids import LeaseId, Participant, RunId
+    from services.broker.events import Origin, SessionId
+    from services.broker.lifecycle import LeaseState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    participant: Participant
+    pid: int
+    incarnation: str
+
+
+class BrokerState:
+    """See the module's text.
+
+    Args:
+        capacity_bytes: what may be handed out and reserved in all.
+        page_bytes: allocations take whole pages.
+        first_generation: greater than every generation of an earlier broker on this node.
+    """
+
+    def __init__(
+        self, *, capacity_bytes: int, page_bytes: int = 4096, first_generation: int = 1
+    ) -> None:
+        self._outbox = Outbox(first_generation=first_generation)
+        self._runs = Runs()
+        self._room = Room(
+            capacity_bytes=capacity_bytes,
+            page_bytes=page_bytes,
+            table=lambda: self.ledger().table(),
+        )
+        self._leases = LeaseBook(runs=self._runs, room=self._room, outbox=self._outbox)
+        self._storages = StorageBook(runs=self._runs, room=self._room, outbox=self._outbox)
+        self._reservations = Reservations(self._room)
+        self._sessions: dict[SessionId, _Session] = {}
+
+    def handle(self, event: events.BrokerEvent) -> list[Instruction]:
+        """Apply one event.
+
+        Returns: what to do about it, in order. A participant's bad request is a `Refuse` there.
+
+        Raises:
+            RollplexError: a bad order of the controller; nothing was changed.
+            InvalidTransition: a broken invariant.
+        """
+        if isinstance(event, events.Request):
+            try:
+                self._apply(event)
+            except RollplexError as error:
+                self._outbox.add(Refuse(origin=event.origin, error=error))
+        else:
+            self._apply(event)
+        self._room.pump()
+        self._expire(event.at_ns)
+        return self._outbox.take()
+
+    def next_deadline_ns(self) -> int | None:
+        """When a DeadlinePassed is due; None: nothing waits."""
+        deadlines = [
+            *self._leases.deadlines(),
+            *self._storages.deadlines(),
+            *self._storages.openings.deadlines(),
+            *(request.deadline_ns for request in self._room.waiting),
+        ]
+        return min(deadlines, default=None)
+
+    def ledger(self, run_id: RunId | None = None) -> LedgerView:
+        """The ledger, of one run or of all. The totals are always the node's."""
+        rows = [*self._leases.rows(), *self._storages.rows(), *self._reservations.rows()]
+        return LedgerView(
+            capacity_bytes=self._room.capacity_bytes,
+            used_bytes=self._room.used_bytes,
+            peak_bytes=self._room.peak_bytes,
+            rows=tuple(row for row in rows if run_id in (None, row.run_id)),
+        )
+
+    def open_runs(self) -> list[Fence]:
+        """The open runs with their epochs."""
+        return self._runs.open
+
+    def is_over(self, run_id: RunId, epoch: Epoch) -> bool:
+        """Whether an epoch has ended without an update, or its run is not open."""
+        try:
+            return self._runs.why_ended(run_id, epoch) is not None
+        except UnknownRun:
+            return True
+
+    def lease_states(self) -> dict[LeaseId, LeaseState]:
+        """The states of the live leases."""
+        return self._leases.states()
+
+    def validate(self) -> None:
+        """Check every invariant; for tests."""
+        self._leases.validate()
+        self._storages.validate()
+        ledger = self.ledger()
+        assert ledger.used_bytes == sum(row.size_bytes for row in ledger.rows)
+        assert 0 <= ledger.used_bytes <= ledger.capacity_bytes
+        assert ledger.used_bytes <= ledger.peak_bytes
+        run_scoped = sum(row.size_bytes for row in ledger.rows if row.lease_id is None)
+        assert run_scoped == self._room.run_scoped_bytes
+        behind: set[Participant] = set()
+        for request in self._room.waiting:
+            fits = request.size_bytes + ledger.used_bytes <= ledger.capacity_bytes
+            assert not fits or request.origin.participant in behind
+            behind.add(request.origin.participant)
+        participants = [session.participant for session in self._sessions.values()]
+        assert len(participants) == len(set(participants))
+
+    @singledispatchmethod
+    def _apply(self, event: events.BrokerEvent) -> None:
+        raise NotImplementedError(f"no rule for {type(event).__name__}")
+
+    @_apply.register
+    def _(self, event: events.ParticipantConnected) -> None:
+        self._sessions[event.session] = _Session(
+            participant=event.participant, pid=event.pid, incarnation=event.incarnation
+        )
+        self._outbox.add(
+            AnnounceJoined(
+                participant=event.participant, pid=event.pid, incarnation=event.incarnation
+            )
+        )
+
+    @_apply.register
+    def _(self, event: events.ParticipantLost) -> None:
+        session = self._sessions.pop(event.session)
+        participant = session.participant
+        self._storages.openings.lose(participant)
+        for request in self._room.remove_of(participant):
+            self._storages.openings.creation_dropped(request)
+        self._leases.lose(participant, event.reason, event.at_ns)
+        self._storages.lose(participant, event.reason)
+        self._reservations.drop(participant=participant)
+        self._outbox.add(
+            AnnounceDied(
+                participant=participant,
+                pid=session.pid,
+                incarnation=session.incarnation,
+                reason=event.reason,
+            )
+        )
+
+    @_apply.register
+    def _(self, event: events.RunOpened) -> None:
+        if self._runs.open_run(event.run_id, event.epoch):
+            self._end_epochs(event.run_id, event.at_ns)
+
+    @_apply.register
+    def _(self, event: events.StepRequested) -> None:
+        if self._runs.begin(event.plan):
+            self._end_epochs(event.plan.run_id, event.at_ns)
+            self._outbox.add(AnnounceStepBegan(plan=event.plan))
+
+    @_apply.register
+    def _(self, event: events.AbortRequested) -> None:
+        if self._runs.abort(event.run_id, event.epoch, event.reason):
+            self._end_epochs(event.run_id, event.at_ns)
+            self._outbox.add(
+                AnnounceStepAborted(
+                    run_id=event.run_id,
+                    step=self._runs.fence(event.run_id).step,
+                    epoch=event.epoch,
+                    reason=event.reason,
+                )
+            )
+
+    @_apply.register
+    def _(self, event: events.RunClosed) -> None:
+        run_id = event.run_id
+        if not self._runs.close(run_id):
+            return
+        self._storages.openings.close_run(run_id)
+        self._refuse_room(run_id, lambda _: f"run {run_id} was closed")
+        self._leases.end_epochs(run_id, lambda _: f"run {run_id} was closed", event.at_ns)
+        self._storages.close_run(run_id)
+        self._reservations.drop(run_id=run_id)
+
+    @_apply.register
+    def _(self, event: events.DeadlinePassed) -> None:
+        """Every event looks at the deadlines afterwards; this one does nothing else."""
+
+    @_apply.register
+    def _(self, event: events.MemoryFailed) -> None:
+        self._leases.memory_failed(event.generation, event.reason, event.at_ns)
+        self._storages.memory_failed(event.generation)
+
+    @_apply.register
+    def _(self, event: events.AllocateLease) -> None:
+        self._leases.allocate(event)
+
+    @_apply.register
+    def _(self, event: events.SealLease) -> None:
+        self._leases.seal(event)
+
+    @_apply.register
+    def _(self, event: events.AcquireLeases) -> None:
+        self._leases.acquire(event)
+
+    @_apply.register
+    def _(self, event: events.ReleaseLeases) -> None:
+        self._leases.release(event.origin.participant, event.lease_ids, event.at_ns)
+
+    @_apply.register
+    def _(self, event: events.AbandonLeases) -> None:
+        participant = event.origin.participant
+        self._leases.abandon(participant, event.lease_ids, event.reason, event.at_ns)
+
+    @_apply.register
+    def _(self, event: events.OpenStorage) -> None:
+        self._storages.open(event)
+
+    @_apply.register
+    def _(self, event: events.HoldStorage) -> None:
+        self._storages.hold(event)
+
+    @_apply.register
+    def _(self, event: events.ReleaseHold) -> None:
+        self._storages.release(event)
+
+    @_apply.register
+    def _(self, event: events.PublishHold) -> None:
+        self._storages.publish(event)
+
+    @_apply.register
+    def _(self, event: events.ReserveMemory) -> None:
+        self._runs.require_known(event.run_id)
+        participant = event.origin.participant
+        self._reservations.put(participant, event.run_id, event.name, event.size_bytes)
+        self._outbox.add(ReplyDone(origin=event.origin))
+
+    @_apply.register
+    def _(self, event: events.CancelRequest) -> None:
+        origin = events.Origin(
+            session=event.origin.session,
+            request=event.cancelled,
+            participant=event.origin.participant,
+        )
+        if self._withdraw(origin):
+            error = RequestCancelled("the caller took the request back")
+            self._outbox.add(Refuse(origin=origin, error=error))
+
+    def _withdraw(self, origin: Origin) -> bool:
+        for request in self._room.remove_origin(origin):
+            self._storages.openings.creation_dropped(request)
+            return True
+        return (
+            self._leases.cancel(origin)
+            or self._storages.openings.cancel(origin)
+            or self._storages.cancel(origin)
+        )
+
+    def _end_epochs(self, run_id: RunId, at_ns: int) -> None:
+        """Free and refuse everything of the run's epochs that are over."""
+
+        def why(epoch: Epoch) -> str | None:
+            return self._runs.why_ended(run_id, epoch)
+
+        self._refuse_room(run_id, lambda epoch: why(epoch) if epoch is not None else None)
+        self._leases.end_epochs(run_id, why, at_ns)
+        self._storages.end_epochs(run_id)
+
+    def _refuse_room(self, run_id: RunId, why: Callable[[Epoch | None], str | None]) -> None:
+        for request in self._room.remove_stale(run_id, lambda epoch: why(epoch) is not None):
+            text = f"{request.what} was waiting for room: {why(request.epoch)}"
+            self._outbox.add(Refuse(origin=request.origin, error=StaleLease(text)))
+            self._storages.openings.creation_dropped(request)
+
+    def _expire(self, now_ns: int) -> None:
+        for request in self._room.expire(now_ns):
+            self._outbox.add(Refuse(origin=request.origin, error=self._no_room_in_time(request)))
+            self._storages.openings.creation_dropped(request)
+            self._room.pump()
+        self._leases.expire(now_ns)
+        self._storages.openings.expire(now_ns)
+        self._storages.expire(now_ns)
+
+    def _no_room_in_time(self, request: RoomRequest) -> BrokerTimeout:
+        return BrokerTimeout(
+            f"{request.what} of {request.origin.participant} wants {request.size_bytes} bytes and "
+            f"got no room in time\n{self.ledger().table()}"
+        )

@@ -1,0 +1,275 @@
+"""The storages of all runs, and the holds on them: versioned contents and accumulators.
+
+Invariants: a WRITE or EXCLUSIVE hold is alone on its storage; a hold's participant is declared for
+its kind; a participant that waits for a storage does not wait for itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.errors import RollplexError
+from common.ids import Participant, RunId
+from common.tensors.errors import (
+    BrokerTimeout,
+    NotDeclared,
+    StaleLease,
+    StorageMisuse,
+    UnknownRun,
+    UnknownStorage,
+)
+from common.tensors.spec import layout
+from common.tensors.storage import HoldKind
+from services.broker.events import HoldId, StorageId
+from services.broker.holds import Hold, Storage, WaitingHold
+from services.broker.instructions import (
+    FreeMemory,
+    Refuse,
+    ReplyDone,
+    ReplyHeld,
+)
+from services.broker.ledger import LedgerRow, names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from services.broker.events import (
+        Generation,
+        HoldStorage,
+        OpenStorage,
+        Origin,
+        PublishHold,
+        ReleaseHold,
+    )
+    from services.broker.outbox import Outbox
+    from services.broker.room import Room
+    from services.broker.runs import Runs
+
+
+class StorageBook:
+    """See the module's text."""
+
+    def __init__(self, *, runs: Runs, room: Room, outbox: Outbox) -> None:
+        self._runs = runs
+        self._room = room
+        self._outbox = outbox
+        self._storages: dict[StorageKey, Storage] = {}
+        self.openings = Openings(room=room, outbox=outbox, find=self._storages.get, make=self._make)
+        self._next_storage = StorageId(1)
+        self._next_hold = HoldId(1)
+
+    def rows(self) -> list[LedgerRow]:
+        """One row a storage."""
+        return [storage.row() for storage in self._storages.values()]
+
+    def deadlines(self) -> list[int]:
+        """When waiting requests have to be refused."""
+        return [w.deadline_ns for storage in self._storages.values() for w in storage.waiting]
+
+    def open(self, event: OpenStorage) -> None:
+        """Attach, create, or wait for the creator."""
+        self._runs.require_known(event.run_id)
+        self.openings.add(event)
+
+    def hold(self, event: HoldStorage) -> None:
+        """Grant, wait or refuse."""
+        storage = self._by_id(event.storage_id)
+        participant = event.origin.participant
+        allowed = storage.spec.writers
+        if event.kind is HoldKind.READ:
+            allowed = (*storage.spec.readers, *allowed)
+        if participant not in allowed:
+            raise NotDeclared(
+                f"{participant} wants a {event.kind} hold on {storage.name}, which is declared "
+                f"for {names(allowed)}"
+            )
+        if event.kind is HoldKind.EXCLUSIVE:
+            self._runs.require_current(storage.run_id, event.epoch)
+        wanted = WaitingHold(
+            origin=event.origin,
+            kind=event.kind,
+            version=event.version,
+            epoch=event.epoch,
+            deadline_ns=event.deadline_ns,
+        )
+        conflict = storage.own_conflict(wanted)
+        if conflict is not None:
+            raise conflict
+        storage.waiting.append(wanted)
+        self._serve(storage)
+
+    def publish(self, event: PublishHold) -> None:
+        """A WRITE hold becomes the storage's version."""
+        storage, hold = self._live_hold(event.hold_id, event.origin.participant)
+        if hold.kind is not HoldKind.WRITE:
+            raise StorageMisuse(
+                f"{hold.participant} publishes {storage.name} under a {hold.kind} hold"
+            )
+        del storage.holds[hold.hold_id]
+        storage.version = hold.version
+        storage.torn = ""
+        self._outbox.add(ReplyDone(origin=event.origin))
+        self._serve(storage)
+
+    def release(self, event: ReleaseHold) -> None:
+        """A hold ends. Nothing for one that ended with its run."""
+        if 0 < event.hold_id < self._next_hold and self._find_hold(event.hold_id) is None:
+            return
+        storage, hold = self._live_hold(event.hold_id, event.origin.participant)
+        del storage.holds[hold.hold_id]
+        if hold.kind is HoldKind.WRITE and not event.untouched:
+            storage.torn = f"{hold.participant} gave up writing version {hold.version}"
+        if hold.kind is HoldKind.EXCLUSIVE:
+            storage.dirty_epoch = None
+        self._serve(storage)
+
+    def lose(self, participant: Participant, reason: str) -> None:
+        """A participant died: its waits and holds end."""
+        for storage in self._storages.values():
+            storage.waiting = [w for w in storage.waiting if w.origin.participant != participant]
+            for hold in [h for h in storage.holds.values() if h.participant == participant]:
+                del storage.holds[hold.hold_id]
+                if hold.kind is HoldKind.WRITE:
+                    storage.torn = (
+                        f"{participant} died while it wrote version {hold.version} ({reason})"
+                    )
+                elif hold.kind is HoldKind.EXCLUSIVE:
+                    storage.dirty_epoch = hold.epoch
+            self._serve(storage)
+
+    def end_epochs(self, run_id: RunId) -> None:
+        """Refuse waiting EXCLUSIVE holds of epochs that are over; the granted ones stay."""
+        for storage in self._of_run(run_id):
+            for wanted in [w for w in storage.waiting if w.kind is HoldKind.EXCLUSIVE]:
+                reason = self._runs.why_ended(run_id, wanted.epoch)
+                if reason is not None:
+                    self._refuse(storage, wanted, StaleLease(reason))
+            self._serve(storage)
+
+    def close_run(self, run_id: RunId) -> None:
+        """Free the run's storages and refuse whoever waits for them."""
+        error = UnknownRun(f"run {run_id} was closed", run_id=run_id)
+        for storage in self._of_run(run_id):
+            for wanted in list(storage.waiting):
+                self._refuse(storage, wanted, error)
+            self._free(storage)
+
+    def memory_failed(self, generation: Generation) -> None:
+        """The memory of a storage just made does not exist; its openers were told."""
+        for storage in list(self._storages.values()):
+            if storage.generation == generation:
+                self._free(storage, exists=False)
+
+    def cancel(self, origin: Origin) -> bool:
+        """Take back a waiting hold. Returns whether there was one."""
+        for storage in self._storages.values():
+            for wanted in [w for w in storage.waiting if w.origin == origin]:
+                storage.waiting.remove(wanted)
+                self._serve(storage)
+                return True
+        return False
+
+    def expire(self, now_ns: int) -> None:
+        """Refuse the holds whose deadline has passed."""
+        for storage in self._storages.values():
+            for wanted in [w for w in storage.waiting if w.deadline_ns <= now_ns]:
+                text = (
+                    f"{wanted} on {storage.name} was not granted in time: the storage is "
+                    f"{storage.describe()}, held by {storage.held_by()}"
+                )
+                self._refuse(storage, wanted, BrokerTimeout(text))
+
+    def validate(self) -> None:
+        """Check the invariants; for tests."""
+        for key, storage in self._storages.items():
+            assert key == (storage.run_id, storage.name)
+            holds = list(storage.holds.values())
+            assert len(holds) <= 1 or all(hold.kind is HoldKind.READ for hold in holds)
+            for hold in holds:
+                assert storage.may_open(hold.participant)
+                assert hold.kind is HoldKind.READ or hold.participant in storage.spec.writers
+                assert hold.kind is not HoldKind.READ or hold.version == storage.version
+            for wanted in storage.waiting:
+                verdict = storage.judge(wanted)
+                assert not verdict.grant
+                assert verdict.error is None
+                assert storage.own_conflict(wanted) is None
+        self.openings.validate()
+
+    def _make(self, event: OpenStorage, size_bytes: int) -> Storage:
+        assert event.create is not None
+        storage = Storage(
+            storage_id=self._next_storage,
+            generation=self._outbox.next_generation(),
+            run_id=event.run_id,
+            name=event.name,
+            spec=event.create,
+            layout=layout(event.create.tensors),
+            size_bytes=size_bytes,
+            creator=event.origin.participant,
+        )
+        self._next_storage = StorageId(self._next_storage + 1)
+        self._storages[event.run_id, event.name] = storage
+        return storage
+
+    def _serve(self, storage: Storage) -> None:
+        """Grant and refuse waiting holds, first come first served, until nothing changes."""
+        for wanted in list(storage.waiting):
+            verdict = storage.judge(wanted)
+            if verdict.error is not None:
+                self._refuse(storage, wanted, verdict.error)
+            elif verdict.grant:
+                storage.waiting.remove(wanted)
+                self._grant(storage, wanted)
+
+    def _grant(self, storage: Storage, wanted: WaitingHold) -> None:
+        hold = Hold(
+            hold_id=self._next_hold,
+            participant=wanted.origin.participant,
+            kind=wanted.kind,
+            version=wanted.version,
+            epoch=wanted.epoch,
+        )
+        self._next_hold = HoldId(self._next_hold + 1)
+        storage.holds[hold.hold_id] = hold
+        dirty = wanted.kind is HoldKind.EXCLUSIVE and storage.dirty_epoch is not None
+        self._outbox.add(
+            ReplyHeld(origin=wanted.origin, hold_id=hold.hold_id, version=hold.version, dirty=dirty)
+        )
+
+    def _free(self, storage: Storage, *, exists: bool = True) -> None:
+        del self._storages[storage.run_id, storage.name]
+        self._room.give_back(storage.size_bytes, run_scoped=True)
+        if exists:
+            self._outbox.add(FreeMemory(generation=storage.generation))
+
+    def _refuse(self, storage: Storage, wanted: WaitingHold, error: RollplexError) -> None:
+        storage.waiting.remove(wanted)
+        self._outbox.add(Refuse(origin=wanted.origin, error=error))
+
+    def _of_run(self, run_id: RunId) -> list[Storage]:
+        return [storage for storage in self._storages.values() if storage.run_id == run_id]
+
+    def _by_id(self, storage_id: StorageId) -> Storage:
+        for storage in self._storages.values():
+            if storage.storage_id == storage_id:
+                return storage
+        raise UnknownStorage(
+            f"storage {storage_id} does not exist; it was never opened here or its run was closed"
+        )
+
+    def _holds(self) -> Iterator[tuple[Storage, Hold]]:
+        for storage in self._storages.values():
+            for hold in storage.holds.values():
+                yield storage, hold
+
+    def _find_hold(self, hold_id: HoldId) -> tuple[Storage, Hold] | None:
+        return next((item for item in self._holds() if item[1].hold_id == hold_id), None)
+
+    def _live_hold(self, hold_id: HoldId, participant: Participant) -> tuple[Storage, Hold]:
+        found = self._find_hold(hold_id)
+        if found is None or found[1].participant != participant:
+            raise UnknownStorage(
+                f"{participant} has no hold {hold_id}; it was released, or ended with its run"
+            )
+        return found

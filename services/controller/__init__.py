@@ -1,0 +1,1 @@
+"""The controller: the public API, the queue of runs, the state machine of each run."""

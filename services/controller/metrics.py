@@ -1,0 +1,205 @@
+"""Per-step metrics and the timeline, folded from the node's events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.events import Event, WorkSpan, bodies
+from common.ids import Participant, Service
+from common.step.plan import StepMode, StepPlan
+from common.step.tasks import WEIGHTS_DEPENDENT, Task
+from common.step.view import StepView
+from services.controller.record import SpanRecord, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WINDOW_TASK = "window"
+"""`task` of the timeline lines that show the decode window."""
+
+_NS_PER_S = 1e9
+_PREFIX_TASKS = frozenset({Task.POLICY_PREFIX, Task.REFERENCE_PREFIX})
+
+Span = tuple[int, int]
+
+
+class StepObserver:
+    """The controller's view of one epoch: progress, metrics, spans.
+
+    Times are nanoseconds of the node's monotonic clock, which all of its processes share.
+    """
+
+    def __init__(self, plan: StepPlan, *, needs_reference: bool) -> None:
+        self.view = StepView(plan, needs_reference=needs_reference)
+        self.began_ns: int | None = None
+        self._ended_ns: int | None = None
+        self._spans: list[tuple[Event, WorkSpan]] = []
+        self._windows: list[Span] = []
+        self._window_start_ns: int | None = None
+        self._seen: set[str] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step needs nothing more from any service."""
+        return self.view.finished
+
+    @property
+    def dropped(self) -> int:
+        """Groups that were dropped so far."""
+        return sum(not group.alive for group in self.view.groups.values())
+
+    @property
+    def update_end_ns(self) -> int | None:
+        """When the update ended; None: it has not."""
+        ends = [span.end_ns for _, span in self._spans if span.task is Task.UPDATE]
+        return max(ends) if ends else None
+
+    def apply(self, event: Event, received_ns: int) -> bool:
+        """Fold one event in; a repeated one changes nothing.
+
+        Returns: whether it belonged to this epoch and was new.
+        """
+        if event.event_id in self._seen or not self.view.apply(event):
+            return False
+        self._seen.add(event.event_id)
+        if event.work is not None:
+            self._spans.append((event, event.work))
+        match event.body:
+            case bodies.StepBegan():
+                self.began_ns = received_ns
+            case bodies.WindowOpened():
+                self._window_start_ns = event.work.start_ns if event.work else received_ns
+            case bodies.WindowClosed():
+                end_ns = event.work.end_ns if event.work else received_ns
+                if self._window_start_ns is not None:
+                    self._windows.append((self._window_start_ns, end_ns))
+                self._window_start_ns = None
+            case _:
+                pass
+        if self.view.finished and self._ended_ns is None:
+            self._ended_ns = received_ns
+        return True
+
+    def record(self, previous_update_end_ns: int | None) -> StepRecord:
+        """The record of the finished step.
+
+        Args:
+            previous_update_end_ns: end of the update that made these weights; None: not seen.
+        """
+        plan = self.view.plan
+        wall_s = self._wall_s()
+        metrics = {
+            **self._rollout_metrics(wall_s),
+            **self._time_metrics(),
+            **self._learner_metrics(),
+        }
+        if plan.mode is StepMode.TRAIN:
+            margin = self._update_order_margin_s(previous_update_end_ns)
+            if margin is not None:
+                metrics["update_order_margin_s"] = margin
+        return StepRecord(
+            step=plan.step,
+            epoch=plan.epoch,
+            mode=plan.mode,
+            weights_version=(
+                self.view.published.weights_version if self.view.published else plan.weights_version
+            ),
+            wall_s=wall_s,
+            metrics=metrics,
+        )
+
+    def spans(self) -> tuple[SpanRecord, ...]:
+        """All work of the epoch by start, decode windows included."""
+        plan = self.view.plan
+        rows = [
+            _span_record(plan, event.group, span.task, event.sender, (span.start_ns, span.end_ns))
+            for event, span in self._spans
+        ]
+        rollout = Participant(service=Service.ROLLOUT)
+        rows += [_span_record(plan, None, WINDOW_TASK, rollout, span) for span in self._windows]
+        return tuple(sorted(rows, key=lambda row: (row.start_ns, row.end_ns, row.task)))
+
+    def _wall_s(self) -> float:
+        if self.began_ns is None or self._ended_ns is None:
+            return 0.0
+        return (self._ended_ns - self.began_ns) / _NS_PER_S
+
+    def _rollout_metrics(self, wall_s: float) -> dict[str, float]:
+        living = self.view.living
+        rewards = [r for g in living if g.rewarded for r in g.rewarded.rewards]
+        tokens = self.view.response_tokens
+        prompt_tokens = sum(g.prepared.prompt_tokens for g in living if g.prepared)
+        metrics = {
+            "groups": float(len(living)),
+            "groups_dropped": float(self.dropped),
+            "reward_failures": float(sum(g.rewarded.failures for g in living if g.rewarded)),
+            "response_tokens": float(tokens),
+            "prompt_tokens": float(prompt_tokens),
+        }
+        if wall_s > 0:
+            metrics["tokens_per_s"] = tokens / wall_s
+        if rewards:
+            metrics["reward_mean"] = sum(rewards) / len(rewards)
+            metrics["response_tokens_mean"] = tokens / len(rewards)
+        return metrics
+
+    def _time_metrics(self) -> dict[str, float]:
+        totals: dict[Task, int] = {}
+        for _, span in self._spans:
+            totals[span.task] = totals.get(span.task, 0) + span.end_ns - span.start_ns
+        metrics = {f"time_{task}_s": total / _NS_PER_S for task, total in totals.items()}
+        metrics["window_s"] = sum(end - start for start, end in self._windows) / _NS_PER_S
+        prefixes = [(s.start_ns, s.end_ns) for _, s in self._spans if s.task in _PREFIX_TASKS]
+        vision = sorted(
+            (s.start_ns, s.end_ns) for _, s in self._spans if s.task is Task.POLICY_VISION
+        )
+        # The window cannot open before the first group's vision is encoded: that one never hides.
+        for name, spans in (
+            ("prefix_overlap_fraction", prefixes),
+            ("hidden_fraction", prefixes + vision[1:]),
+        ):
+            share = overlap_fraction(spans, self._windows)
+            if share is not None:
+                metrics[name] = share
+        return metrics
+
+    def _learner_metrics(self) -> dict[str, float]:
+        return dict(self.view.published.metrics) if self.view.published else {}
+
+    def _update_order_margin_s(self, update_end_ns: int | None) -> float | None:
+        starts = [s.start_ns for _, s in self._spans if s.task in WEIGHTS_DEPENDENT]
+        if update_end_ns is None or not starts:
+            return None
+        return (min(starts) - update_end_ns) / _NS_PER_S
+
+
+def overlap_fraction(spans: Sequence[Span], windows: Sequence[Span]) -> float | None:
+    """Share of the spans' total time that lies inside the windows, which must not overlap.
+
+    Returns: 0 to 1; None where the spans have no length.
+    """
+    total = sum(end - start for start, end in spans)
+    if total <= 0:
+        return None
+    inside = sum(
+        max(0, min(end, closed) - max(start, opened))
+        for start, end in spans
+        for opened, closed in windows
+    )
+    return inside / total
+
+
+def _span_record(
+    plan: StepPlan, group: int | None, task: str, participant: Participant, span: Span
+) -> SpanRecord:
+    return SpanRecord(
+        run=plan.run_id,
+        step=plan.step,
+        epoch=plan.epoch,
+        mode=plan.mode,
+        group=group,
+        task=str(task),
+        participant=str(participant),
+        start_ns=span[0],
+        end_ns=span[1],
+    )

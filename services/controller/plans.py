@@ -1,0 +1,96 @@
+"""What each step consists of: a pure function of the recipe, the data's length and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
+from common.step.plan import PlannedGroup, StepMode, StepPlan
+from common.step.schedule import Schedule
+
+SampleOrder = Callable[[StepIndex], Sequence[int]]
+"""Rows of the training set that a step uses, in group order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """The part of a recipe that decides what the controller does next.
+
+    Attributes:
+        steps: number of updates.
+        eval_rows: rows that one evaluation uses; 0: there is no evaluation.
+        eval_every_steps: 0: before the first step and after the last only.
+        checkpoint_every_steps: 0: on demand and at the end only.
+        max_drop_fraction: of all samples of the run.
+        step_deadline_s: for one training step of `prompts_per_step` groups.
+        replay_dir: recorded responses, fed to training steps instead of sampling; None: sample.
+    """
+
+    steps: int
+    prompts_per_step: int
+    samples_per_group: int
+    schedule: Schedule
+    eval_rows: int
+    eval_every_steps: int
+    checkpoint_every_steps: int
+    max_drop_fraction: float
+    needs_reference: bool
+    step_deadline_s: float
+    replay_dir: str | None
+    order: SampleOrder
+
+    def eval_due(self, version: int, first_version: int) -> bool:
+        """Whether the weights of this version are to be evaluated."""
+        if self.eval_rows == 0:
+            return False
+        every = self.eval_every_steps
+        return version in (first_version, self.steps) or (every > 0 and version % every == 0)
+
+    def checkpoint_due(self, version: int) -> bool:
+        """Whether the weights of this version are to be checkpointed unasked."""
+        every = self.checkpoint_every_steps
+        return version == self.steps or (every > 0 and version > 0 and version % every == 0)
+
+    def drops_allowed(self) -> int:
+        """Most samples of the run that may be dropped."""
+        return int(self.max_drop_fraction * self.steps * self.prompts_per_step)
+
+    def deadline_s(self, plan: StepPlan) -> float:
+        """Time for a step; an evaluation gets more in proportion to its groups."""
+        return self.step_deadline_s * max(1.0, len(plan.groups) / self.prompts_per_step)
+
+    def train_plan(self, run_id: RunId, step: StepIndex, epoch: Epoch) -> StepPlan:
+        """The step that turns version `step` into `step + 1`."""
+        return StepPlan(
+            run_id=run_id,
+            step=step,
+            epoch=epoch,
+            mode=StepMode.TRAIN,
+            schedule=self.schedule,
+            weights_version=WeightsVersion(step),
+            groups=_groups("train", self.order(step)),
+            samples_per_group=self.samples_per_group,
+            replay_dir=self.replay_dir,
+        )
+
+    def eval_plan(self, run_id: RunId, step: StepIndex, epoch: Epoch) -> StepPlan:
+        """One greedy response to each of the first rows of the held-out set, as one step."""
+        return StepPlan(
+            run_id=run_id,
+            step=step,
+            epoch=epoch,
+            mode=StepMode.EVAL,
+            schedule=Schedule.SERIAL,
+            weights_version=WeightsVersion(step),
+            groups=_groups("eval", range(self.eval_rows)),
+            samples_per_group=1,
+            greedy=True,
+        )
+
+
+def _groups(split: str, samples: Sequence[int]) -> tuple[PlannedGroup, ...]:
+    return tuple(
+        PlannedGroup(group=GroupId(index), split=split, sample=sample)
+        for index, sample in enumerate(samples)
+    )

@@ -1,0 +1,155 @@
+"""Checkpoints: a folder that plain `transformers` loads, with the trainer's state beside it.
+
+A checkpoint is written into a hidden folder beside its place, flushed, marked, and renamed; a
+folder without the marker is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import Qwen2_5_VLConfig
+
+from common.errors import InvalidArgument
+from common.ids import WeightsVersion
+from common.vlm.checkpoint import load_checkpoint, save_checkpoint
+from common.vlm.files import CONFIG_FILE, INDEX_FILE
+from common.worker.weights import MASTERS, MOMENTS
+from services.learner.training_state import TrainingState
+
+MARKER = "COMMITTED"
+TRAINER_FOLDER = "trainer"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+FORMAT = 1
+_PREFIX = "step-"
+
+
+class CheckpointInvalid(InvalidArgument):
+    """A folder that is no committed checkpoint of this model; the message says why."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self, folder: Path, state: TrainingState, config: Qwen2_5_VLConfig, *, model_path: Path
+    ) -> None:
+        """Args:
+        folder: holds one folder a checkpoint.
+        state: what is saved and restored.
+        config: of the model.
+        model_path: where tokenizer and image processor are copied from.
+        """
+        self._folder = folder
+        self._state = state
+        self._config = config
+        self._model_path = model_path
+
+    def save(self, version: WeightsVersion, *, recipe_json: str, keep: int) -> Path:
+        """Write the state as one committed checkpoint and remove the oldest beyond `keep`.
+
+        Returns: its folder. A committed folder of this version is left as it is.
+        """
+        place = self._folder / f"{_PREFIX}{version:08d}"
+        if not (place / MARKER).is_file():
+            draft = self._folder / f".{place.name}.{os.getpid()}"
+            shutil.rmtree(draft, ignore_errors=True)
+            self._write(draft, version, recipe_json)
+            shutil.rmtree(place, ignore_errors=True)
+            draft.rename(place)
+            _flush(self._folder)
+        self._prune(keep)
+        return place
+
+    def load(self, folder: Path) -> None:
+        """Fill the state from a committed checkpoint.
+
+        Raises: CheckpointInvalid if it is not committed, of another format or another model.
+        """
+        version_of(folder)
+        state = self._state
+        load_checkpoint(folder, state.layout, state.weights)
+        with safe_open(folder / TRAINER_FOLDER / OPTIMIZER_FILE, framework="pt") as file:
+            for name, target in ((MASTERS, state.masters), (MOMENTS, state.moments)):
+                saved = file.get_tensor(name)
+                if saved.shape != target.shape:
+                    raise CheckpointInvalid(
+                        f"{folder}: {name} has shape {list(saved.shape)}; this run's model has "
+                        f"{list(target.shape)}; was model.train_vision another?",
+                        path=str(folder),
+                    )
+                target.copy_(saved)
+        state.weights_from_masters()
+
+    def _write(self, draft: Path, version: WeightsVersion, recipe_json: str) -> None:
+        state = self._state
+        save_checkpoint(draft, self._config, state.layout, state.weights)
+        for file in _companion_files(self._model_path):
+            shutil.copy2(file, draft / file.name)
+        trainer = draft / TRAINER_FOLDER
+        trainer.mkdir()
+        tensors = {MASTERS: state.masters.contiguous(), MOMENTS: state.moments.contiguous()}
+        save_file({k: v.cpu().clone() for k, v in tensors.items()}, trainer / OPTIMIZER_FILE)
+        facts = {
+            "format": FORMAT,
+            "weights_version": version,
+            "layout": json.loads(state.layout.to_json()),
+            "recipe": json.loads(recipe_json),
+        }
+        (trainer / STATE_FILE).write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        for path in [*trainer.iterdir(), *draft.iterdir()]:
+            _flush(path)
+        (draft / MARKER).touch()
+        _flush(draft)
+
+    def _prune(self, keep: int) -> None:
+        committed = sorted(
+            path for path in self._folder.glob(f"{_PREFIX}*") if (path / MARKER).is_file()
+        )
+        for path in committed[:-keep]:
+            shutil.rmtree(path)
+
+
+def version_of(folder: Path) -> WeightsVersion:
+    """The weights version of a committed checkpoint. Raises CheckpointInvalid."""
+    if not (folder / MARKER).is_file():
+        raise CheckpointInvalid(
+            f"{folder} is no committed checkpoint: it has no file {MARKER}", path=str(folder)
+        )
+    path = folder / TRAINER_FOLDER / STATE_FILE
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointInvalid(f"{path} cannot be read: {error}", path=str(path)) from error
+    if facts.get("format") != FORMAT:
+        raise CheckpointInvalid(
+            f"{path}: format is {facts.get('format')!r}; this version reads {FORMAT}",
+            path=str(path),
+        )
+    return WeightsVersion(int(facts["weights_version"]))
+
+
+def _companion_files(model_path: Path) -> list[Path]:
+    """Tokenizer, chat template, image processor: all but configuration and weights."""
+    return [
+        path
+        for path in model_path.iterdir()
+        if path.is_file()
+        and path.suffix not in {".safetensors", ".bin", ".pt"}
+        and path.name not in {CONFIG_FILE, INDEX_FILE, MARKER}
+    ]
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,151 @@
+"""The prefix-encoder's part in a run: both models, the data workers, the storages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from common.data.workers import SamplePool
+from common.errors import FailedPrecondition
+from common.ids import Epoch, Service, WeightsVersion
+from common.step.machine import Lane
+from common.step.tasks import Task
+from common.tensors.storage import Storage
+from common.tensors.views import tensor_view
+from common.vlm.model import SplitModel
+from common.vlm.names import VISUAL
+from common.weights.binding import views
+from common.worker.context import RunContext
+from common.worker.scope import StepScope
+from common.worker.weights import (
+    FLAT,
+    POLICY_GRADIENTS,
+    POLICY_WEIGHTS,
+    REFERENCE_WEIGHTS,
+    ModelShape,
+    bound_model,
+    policy_shape,
+    reference_shape,
+)
+from common.worker.work import Prepared
+from services.prefix_encoder.step import PrefixEncoderStep
+
+COMPUTE_ORDER = (
+    Task.PREFIX_BACKWARD,
+    Task.POLICY_VISION,
+    Task.POLICY_PREFIX,
+    Task.REFERENCE_PREFIX,
+)
+"""What others wait for comes first."""
+PREPARE_AHEAD = 4
+"""Samples in preparation for each data worker, so that none of them idles."""
+OPEN_TIMEOUT_S = 120.0
+"""Longest wait for the learner and the reference to create their storages."""
+
+
+class PrefixEncoderRun:
+    """One run in this process."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        pool: SamplePool,
+        *,
+        policy: ModelShape,
+        weights: Storage,
+        gradients: Storage,
+        reference: ModelShape | None,
+        reference_weights: Storage | None,
+    ) -> None:
+        self.context = context
+        self.pool = pool
+        self.shape = policy
+        self.weights = weights
+        self.gradients = gradients
+        self.policy = bound_model(context, policy, weights, gradients)
+        self.reference_weights = reference_weights
+        self.reference: SplitModel | None = None
+        self._reference_shape = reference
+        if reference is not None and reference_weights is not None:
+            self.reference = bound_model(context, reference, reference_weights, None)
+        self._vision_shared: bool | None = None
+        self.lanes = (
+            Lane(
+                name="data",
+                tasks=(Task.PREPARE,),
+                width=PREPARE_AHEAD * context.recipe.data.workers,
+            ),
+            Lane(name="compute", tasks=COMPUTE_ORDER),
+        )
+
+    @classmethod
+    async def create(cls, context: RunContext) -> PrefixEncoderRun:
+        """Attach to the storages, start the data workers."""
+        recipe, broker = context.recipe, context.broker
+        weights = await broker.open_storage(
+            context.run_id, POLICY_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+        )
+        gradients = await broker.open_storage(
+            context.run_id, POLICY_GRADIENTS, timeout_s=OPEN_TIMEOUT_S
+        )
+        reference = reference_weights = None
+        if recipe.needs_reference:
+            reference = reference_shape(context)
+            reference_weights = await broker.open_storage(
+                context.run_id, REFERENCE_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+            )
+        pool = SamplePool(recipe.model.path, recipe.data)
+        await pool.start()
+        return cls(
+            context,
+            pool,
+            policy=policy_shape(context),
+            weights=weights,
+            gradients=gradients,
+            reference=reference,
+            reference_weights=reference_weights,
+        )
+
+    async def prepare(self) -> Prepared:
+        """Nothing to make good: what a step needs, it holds itself."""
+        return Prepared()
+
+    def begin(self, scope: StepScope) -> PrefixEncoderStep:
+        """Start an epoch."""
+        return PrefixEncoderStep(self, scope)
+
+    def vision_is_shared(self) -> bool:
+        """Whether both roles' vision towers are frozen and equal, bit for bit.
+
+        Call it under read holds of both roles' weights; it is worked out once.
+        """
+        if self._vision_shared is None:
+            self._vision_shared = self._vision_towers_equal()
+        return self._vision_shared
+
+    def _vision_towers_equal(self) -> bool:
+        reference = self._reference_shape
+        if self.context.recipe.model.train_vision or reference is None:
+            return False
+        assert self.reference_weights is not None
+        if self.context.recipe.model.reference_path in (None, self.context.recipe.model.path):
+            return True
+        names = [name for name in self.shape.layout.names if name.startswith(VISUAL)]
+        others = [name for name in reference.layout.names if name.startswith(VISUAL)]
+        if sorted(names) != sorted(others):
+            return False
+        mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
+        theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
+        return all(torch.equal(mine[name], theirs[name]) for name in names)
+
+    async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
+        """The prefix-encoder has nothing to save."""
+        raise FailedPrecondition(f"{Service.PREFIX_ENCODER} writes no checkpoints; ask the learner")
+
+    async def close(self) -> None:
+        """Stop the data workers, drop the mappings."""
+        await self.pool.close()
+        for storage in (self.weights, self.gradients, self.reference_weights):
+            if storage is not None:
+                storage.close()

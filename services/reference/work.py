@@ -1,0 +1,156 @@
+"""The reference's work: log-probabilities of the responses under the reference weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from common.errors import FailedPrecondition
+from common.events import bodies
+from common.events.bodies import ModelRole
+from common.ids import Epoch, GroupId, Service, WeightsVersion
+from common.step.machine import Lane
+from common.step.tasks import Task
+from common.tensors.storage import Storage
+from common.tensors.views import tensor_view
+from common.vlm.checkpoint import load_checkpoint
+from common.vlm.model import SplitModel
+from common.vlm.prefix import PrefixKV
+from common.worker.context import RunContext
+from common.worker.responses import LOGPROBS, packed_responses
+from common.worker.scope import StepScope
+from common.worker.weights import (
+    FLAT,
+    KV,
+    REFERENCE_VERSION,
+    REFERENCE_WEIGHTS,
+    ModelShape,
+    bound_model,
+    flat_spec,
+    reference_shape,
+)
+from common.worker.work import Prepared
+
+
+class ReferenceRun:
+    """One run in this process."""
+
+    lanes = (Lane(name="compute", tasks=(Task.REFERENCE_SCORE,)),)
+
+    def __init__(self, context: RunContext, shape: ModelShape, weights: Storage | None) -> None:
+        self.context = context
+        self.shape = shape
+        self._weights = weights
+        self.model: SplitModel | None = None
+
+    @classmethod
+    async def create(cls, context: RunContext) -> ReferenceRun:
+        """Open the storage of the reference weights, if the algorithm needs a reference."""
+        shape = reference_shape(context)
+        weights = None
+        if context.recipe.needs_reference:
+            me = context.participant
+            spec = flat_spec(
+                shape.layout.total_elements,
+                context.dtype,
+                readers=(me, context.peer(Service.PREFIX_ENCODER)),
+                writers=(me,),
+            )
+            weights = await context.broker.open_storage(
+                context.run_id, REFERENCE_WEIGHTS, create=spec
+            )
+        return cls(context, shape, weights)
+
+    async def prepare(self) -> Prepared:
+        """Load and publish the weights unless the storage has them."""
+        if self._weights is None:
+            return Prepared(facts={"reference": "not needed"})
+        if self._weights.version is None or self._weights.torn:
+            hold = await self._weights.hold_write(REFERENCE_VERSION)
+            model = self.context.recipe.model
+            await asyncio.to_thread(
+                load_checkpoint,
+                model.reference_path or model.path,
+                self.shape.layout,
+                tensor_view(self._weights, FLAT),
+            )
+            await hold.publish()
+        if self.model is None:
+            self.model = bound_model(self.context, self.shape, self._weights, None)
+        return Prepared(facts={"parameters": str(self.shape.layout.total_elements)})
+
+    def begin(self, scope: StepScope) -> ReferenceStep:
+        """Start an epoch."""
+        return ReferenceStep(self, scope)
+
+    async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
+        """The reference has nothing to save."""
+        raise FailedPrecondition("the reference writes no checkpoints; ask the learner")
+
+    async def close(self) -> None:
+        """Drop the model and the mapping."""
+        self.model = None
+        if self._weights is not None:
+            self._weights.close()
+
+
+class ReferenceStep:
+    """One epoch."""
+
+    def __init__(self, run: ReferenceRun, scope: StepScope) -> None:
+        self._run = run
+        self._scope = scope
+
+    async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
+        """Score one group."""
+        assert task is Task.REFERENCE_SCORE
+        assert group is not None
+        scope = self._scope
+        state = scope.view.groups[group]
+        assert state.prepared is not None
+        assert state.generated is not None
+        assert state.generated.lease is not None
+        prefix_lease = state.prefixes[ModelRole.REFERENCE].lease
+        leases = await scope.acquire(prefix_lease, state.generated.lease)
+        prefix = PrefixKV.unpack(tensor_view(leases[0], KV))
+        responses = packed_responses(leases[1])
+        prompt = state.prepared
+
+        def score() -> torch.Tensor:
+            model = self._run.model
+            assert model is not None
+            with torch.no_grad():
+                return model.response_logprobs(
+                    last_token=prompt.last_token,
+                    start_position=prompt.start_position,
+                    prefix=prefix,
+                    tokens_T=responses.tokens,
+                    lengths_G=responses.lengths,
+                    temperature=self._run.context.recipe.rollout.temperature,
+                    suppressed=self._run.shape.suppressed,
+                )
+
+        scored = await scope.run(task, score)
+        lease = await scope.produce(
+            "reference.scores",
+            group,
+            {LOGPROBS: (scored.value.dtype, tuple(scored.value.shape))},
+            lambda out: out[LOGPROBS].copy_(scored.value),
+            consumers=[self._run.context.peer(Service.LEARNER)],
+            next_use=Task.RESPONSE_TRAIN,
+        )
+        scope.give_back(*leases)
+        await scope.publish(
+            bodies.GroupScored(lease=lease), group, span=scored.span, cause_id=cause_id
+        )
+
+    def forget(self, group: GroupId) -> None:
+        """Nothing is kept between tasks."""
+
+    async def advance(self) -> None:
+        """Nothing is kept between tasks."""
+
+    def close(self) -> None:
+        """Nothing is kept between tasks."""
