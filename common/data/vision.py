@@ -179,6 +179,8 @@ def open_image(source: Any) -> Image.Image:
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8:
             raise TypeError(f"the array is {source.dtype}; uint8 is needed")
+        if source.ndim not in (2, 3):
+            raise ValueError(f"the array has shape {source.shape}, not [height, width, 3]")
         return Image.fromarray(source).convert("RGB")
     raise TypeError(f"a path, a PIL image or a uint8 array is needed, not {type(source).__name__}")
 

@@ -1,9 +1,10 @@
-"""The update: normalise, clip and apply the accumulated gradients to flat fp32 master weights.
+"""The update: normalise, clip and apply the accumulated gradients to flat master weights.
 
 Everything works in place on flat slices of shared storage, in the order of the weight layout:
 parameters with weight decay, then those without. Frozen parameters are not in these slices.
-Nothing is kept outside the slices: the step count is the weights version, so an optimizer made
-from saved masters and moments continues bit for bit.
+Masters, moments and gradients are float32, or float64 with a float64 model. Nothing is kept
+outside the slices: the step count is the weights version, so an optimizer made from saved masters
+and moments continues bit for bit.
 
 Shapes: P trainable elements.
 """
@@ -41,8 +42,8 @@ class FlatAdamW:
     """AdamW on at most two flat parameters whose moments lie in storage that is given.
 
     Args:
-        master_P: [P] float32; the weights, changed in place.
-        moments_2P: [2, P] float32; first and second moments, changed in place; zeros at first.
+        master_P: [P] float32 or float64; the weights, changed in place.
+        moments_2P: [2, P], same dtype; first and second moments, changed in place; zeros at first.
         decay_elements: length of the leading part that has weight decay.
         version: updates that these masters have had.
     Raises: ShapeError if the slices disagree.
@@ -91,7 +92,7 @@ class FlatAdamW:
         """Update masters and moments in place from finite gradients.
 
         Args:
-            gradients_P: [P] float32; only read.
+            gradients_P: [P] of the masters' dtype; only read.
         """
         if gradients_P.shape != self._master_P.shape:
             raise ShapeError(
@@ -142,7 +143,7 @@ def apply_update(
     """Normalise, clip and apply the accumulated gradients; skip them if they are not finite.
 
     Args:
-        gradients_P: [P] float32, unnormalised sums; changed in place.
+        gradients_P: [P] of the masters' dtype, unnormalised sums; changed in place.
         tokens: response tokens of the step.
     Raises: InvalidArgument if there are no tokens.
     """
@@ -163,7 +164,7 @@ def cast_weights(master: Tensor, weights: Tensor) -> None:
     """Make compute weights equal to the cast masters; nothing to do where both are one storage.
 
     Args:
-        master: [P] float32.
+        master: [P].
         weights: [P] of the compute dtype; written in place.
     """
     if weights.data_ptr() != master.data_ptr() or weights.dtype != master.dtype:

@@ -29,7 +29,7 @@ class SamplingParams:
     top_k: int = 0
     """Number of the most likely tokens to sample from; 0 is all."""
     min_new_tokens: int = 0
-    """Tokens of a response before a stop token may be sampled."""
+    """Fewest tokens of a response, its stop token included."""
     suppressed_token_ids: tuple[int, ...] = ()
     """Tokens that no response may contain; they have probability 0 here and for the scorers."""
 
@@ -80,14 +80,8 @@ def sample(
             NaN where a row's logits are; then its token means nothing.
     Sync: none.
     """
-    scaled_RV = logits_RV.to(torch.float64)
-    if not params.greedy:
-        scaled_RV = scaled_RV / params.temperature
-    if params.suppressed_token_ids:
-        scaled_RV = scaled_RV.index_fill(
-            1, _ids(params.suppressed_token_ids, logits_RV.device), float("-inf")
-        )
-    scaled_RV = scaled_RV - scaled_RV.amax(dim=1, keepdim=True)
+    scaled_RV = _scaled(logits_RV, params)
+    cumulative_RV = _cumulative(scaled_RV)
     allowed_RV = scaled_RV
     if stop_forbidden_R is not None and params.stop_token_ids:
         stops = _ids(params.stop_token_ids, logits_RV.device)
@@ -95,16 +89,51 @@ def sample(
         allowed_RV = torch.where(stop_forbidden_R.unsqueeze(1), without_stops_RV, scaled_RV)
     if params.greedy:
         tokens_R = _first_maximum(allowed_RV)
+    elif params.truncates or allowed_RV is not scaled_RV:
+        tokens_R = _invert(_truncated(allowed_RV, params).cumsum(dim=1), uniforms_R)
     else:
-        tokens_R = _invert(_weights(allowed_RV, params), uniforms_R)
-    # A cumulative sum runs along each row alone; a reduction may split a row by the batch's shape.
-    mass_R = scaled_RV.exp().cumsum(dim=1)[:, -1]
+        tokens_R = _invert(cumulative_RV, uniforms_R)
+    return tokens_R, _logprobs(scaled_RV, cumulative_RV, tokens_R)
+
+
+def score(logits_RV: Tensor, tokens_R: Tensor, params: SamplingParams) -> Tensor:
+    """The log-probabilities that `sample` returns for these tokens, however they were chosen.
+
+    Args:
+        logits_RV: [R, V] floating point, unscaled; not changed.
+        tokens_R: [R] int64.
+    Returns: [R] float64; -infinity for a suppressed token.
+    """
+    scaled_RV = _scaled(logits_RV, params)
+    return _logprobs(scaled_RV, _cumulative(scaled_RV), tokens_R)
+
+
+def _scaled(logits_RV: Tensor, params: SamplingParams) -> Tensor:
+    """Suppressed logits [R, V] over the temperature, in float64, with a maximum of 0."""
+    scaled_RV = logits_RV.to(torch.float64)
+    if not params.greedy:
+        scaled_RV = scaled_RV / params.temperature
+    if params.suppressed_token_ids:
+        suppressed = _ids(params.suppressed_token_ids, logits_RV.device)
+        scaled_RV = scaled_RV.index_fill(1, suppressed, float("-inf"))
+    return scaled_RV - scaled_RV.amax(dim=1, keepdim=True)
+
+
+def _cumulative(scaled_RV: Tensor) -> Tensor:
+    """Unnormalised cumulative distribution [R, V].
+
+    Its end is the normaliser: a sum along one row, which a reduction may split by the batch's shape.
+    """
+    return scaled_RV.exp().cumsum(dim=1)
+
+
+def _logprobs(scaled_RV: Tensor, cumulative_RV: Tensor, tokens_R: Tensor) -> Tensor:
     chosen_R = scaled_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
-    return tokens_R, chosen_R - mass_R.log()
+    return chosen_R - cumulative_RV[:, -1].log()
 
 
-def _weights(allowed_RV: Tensor, params: SamplingParams) -> Tensor:
-    """Unnormalised probabilities [R, V] with the truncated tokens at 0."""
+def _truncated(allowed_RV: Tensor, params: SamplingParams) -> Tensor:
+    """Unnormalised probabilities [R, V] with 0 for all tokens that top_k and top_p leave out."""
     weight_RV = (allowed_RV - allowed_RV.amax(dim=1, keepdim=True)).exp()
     if not params.truncates:
         return weight_RV
@@ -114,21 +143,20 @@ def _weights(allowed_RV: Tensor, params: SamplingParams) -> Tensor:
         keep_RV[:, params.top_k :] = False
         ranked_RV = ranked_RV * keep_RV
     if params.top_p < 1:
-        cumulative_RV = ranked_RV.cumsum(dim=1)
-        before_RV = torch.nn.functional.pad(cumulative_RV[:, :-1], (1, 0))
-        keep_RV &= before_RV < params.top_p * cumulative_RV[:, -1:]
+        mass_RV = ranked_RV.cumsum(dim=1)
+        before_RV = torch.nn.functional.pad(mass_RV[:, :-1], (1, 0))
+        keep_RV &= before_RV < params.top_p * mass_RV[:, -1:]
     return weight_RV * torch.zeros_like(keep_RV).scatter_(1, order_RV, keep_RV)
 
 
-def _invert(weight_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+def _invert(cumulative_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     """First token whose cumulative weight exceeds uniform x total; never one of weight 0."""
-    cumulative_RV = weight_RV.cumsum(dim=1)
     total_R = cumulative_RV[:, -1]
     # Rounding may carry the product up to the total itself, which no cumulative weight exceeds.
     below_total_R = torch.nextafter(total_R, torch.zeros_like(total_R))
     target_R = torch.minimum(uniforms_R.to(torch.float64) * total_R, below_total_R)
     tokens_R1 = torch.searchsorted(cumulative_RV, target_R.unsqueeze(1), right=True)
-    return tokens_R1.squeeze(1).clamp_(max=weight_RV.shape[1] - 1)
+    return tokens_R1.squeeze(1).clamp_(max=cumulative_RV.shape[1] - 1)
 
 
 def _first_maximum(scores_RV: Tensor) -> Tensor:

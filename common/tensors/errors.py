@@ -83,10 +83,6 @@ class ArenaFull(ResourceExhausted):
         return str(self).partition("\n")[2]
 
 
-class InvalidTransition(RollplexError):
-    """A broken invariant of the broker: a move that the lease's table does not have."""
-
-
 ERRORS: dict[str, type[RollplexError]] = {
     cls.__name__: cls
     for cls in (

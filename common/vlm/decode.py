@@ -58,7 +58,7 @@ def start_groups(model: SplitModel, pool: DecodePool, slots: Sequence[int]) -> T
     Args:
         model: the policy.
         pool: its K/V; the new token's is added to the shared part.
-        slots: admitted, not started, each once.
+        slots: at least one; admitted, not started, each once.
     Returns: [len(slots), C] logits of the first response token, in the model's dtype.
     Raises: DecodeStateInvalid for a slot that is free, started or named twice.
     """
@@ -89,7 +89,7 @@ def decode_rows(
     Args:
         model: the policy.
         pool: its K/V; the new tokens' are added to the private parts.
-        slots: [R] slot of each row.
+        slots: [R] slot of each row, at least one.
         samples: [R] lane of each row; a (slot, lane) at most once.
         tokens: [R] int64, what was sampled last for each row.
     Returns: [R, C] logits in the model's dtype, nothing suppressed.

@@ -17,42 +17,24 @@ from torch import Tensor
 
 from common.vlm.decode import decode_rows, start_groups
 from common.vlm.decode_pool import DecodePool
-from common.vlm.loading import empty_model, suppressed_token_ids, weight_layout
+from common.vlm.loading import suppressed_token_ids
 from common.vlm.logprobs import chosen_logprobs
 from common.vlm.model import SplitModel
 from common.vlm.precision import KeepFloat64
 from common.vlm.prefix import PrefixKV, packed_shape, prefix_backward
 from common.vlm.prompt import PromptTensors, prompt_positions, token_types
-from common.vlm.tiny import random_init
-from common.weights.binding import bind_parameters, views
+from common.weights.binding import views
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration
 
-    from common.weights.layout import WeightLayout
+    from common.vlm.bound import BoundModel
 
 NOISE_FLOOR = 1e-13
 """A gradient below this fraction of the largest one counts as an exact zero, give or take
 rounding; only softmax over a single key and the like make such tensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundModel:
-    """A model, its flat storage and the layout between them.
-
-    Attributes:
-        model: the library's model, bound.
-        layout: its weights' places.
-        weights: [total_elements].
-        gradients: [trainable_elements].
-    """
-
-    model: Qwen2_5_VLForConditionalGeneration
-    layout: WeightLayout
-    weights: Tensor
-    gradients: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,36 +63,6 @@ class SplitReport:
     max_rel_grad_diff: float
     worst_parameter: str
     max_logprob_diff: float
-
-
-def bound_model(
-    config: Qwen2_5_VLConfig,
-    *,
-    dtype: torch.dtype,
-    train_vision: bool,
-    gradient_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    seed: int = 0,
-    std: float = 0.1,
-) -> BoundModel:
-    """A model of random weights, biases and norms included, with storage of its own.
-
-    Args:
-        config: of the model.
-        dtype: of weights.
-        train_vision: whether the tower gets gradients.
-        gradient_dtype: of the accumulator; the weights' if not given.
-        device: of everything.
-        seed: of the weights; equal values whatever dtype and `train_vision`.
-        std: of matrices.
-    """
-    model = empty_model(config, device=device, dtype=dtype)
-    layout = weight_layout(model, train_vision=train_vision, dtype=dtype)
-    weights = torch.zeros(layout.total_elements, dtype=dtype, device=device)
-    gradients = torch.zeros(layout.trainable_elements, dtype=gradient_dtype or dtype, device=device)
-    random_init(weights, layout, seed=seed, std=std, jitter=0.1)
-    bind_parameters(model, layout, weights, gradients)
-    return BoundModel(model=model, layout=layout, weights=weights, gradients=gradients)
 
 
 def split_vs_monolithic(

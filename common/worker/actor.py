@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -171,6 +173,7 @@ class WorkerActor(Actor[Message]):
             broker=self._link.broker,
             compute=self._compute,
             publish=self._link.bus.publish,
+            spawn=self._spawn_work,
         )
         self._work = self._run.begin(self._scope)
 
@@ -180,24 +183,29 @@ class WorkerActor(Actor[Message]):
         index = NO_GROUP if group is None else group
         name = f"{task}:{index}@{self._scope.plan.epoch}"
         self._step_tasks[name] = (self._scope, task, group)
-        self.spawn(name, self._do_task(self._scope, self._work, task, group, self._cause_id))
+        work = self._work.run(task, group, self._cause_id)
+        self.spawn(name, self._guarded(self._scope, task, group, work))
 
-    async def _do_task(
+    def _spawn_work(self, scope: StepScope, task: Task, work: Coroutine[Any, Any, None]) -> None:
+        """Work of a step that belongs to no single group."""
+        self.spawn(f"{task}@{scope.plan.epoch}", self._guarded(scope, task, None, work))
+
+    async def _guarded(
         self,
         scope: StepScope,
-        work: StepWork,
         task: Task,
         group: GroupId | None,
-        cause_id: str,
+        work: Coroutine[Any, Any, None],
     ) -> None:
+        """Turn an error of the step's work into the event that ends the epoch."""
         try:
-            await work.run(task, group, cause_id)
+            await work
         except Exception as error:
             if scope.closed:
                 log.debug("task of an ended epoch", extra={"task": task, "error": repr(error)})
                 return
             log.exception("task failed", extra={"task": task, "group": group})
-            await scope.publish(_failure(task, error), group, cause_id=cause_id)
+            await scope.publish(_failure(task, error), group, cause_id=self._cause_id)
 
     def _end_step(self, reason: str) -> None:
         scope, work = self._scope, self._work

@@ -39,6 +39,22 @@ class PromptText:
     row: Mapping[str, Any]
     """The data set's row without its messages, for the reward functions."""
 
+    def without_pixels(self, device: torch.device) -> PromptTensors:
+        """The prompt for a prefix forward from given vision embeddings."""
+        nothing = torch.zeros((0, 0))
+        grids = torch.zeros((0, 3), dtype=torch.int64)
+        prompt = PromptTensors(
+            token_ids=self.token_ids,
+            positions=self.positions,
+            mm_token_type_ids=self.mm_token_type_ids,
+            pixel_values=nothing,
+            image_grid_thw=grids,
+            pixel_values_videos=nothing,
+            video_grid_thw=grids,
+            second_per_grid_ts=nothing[:, 0],
+        )
+        return prompt.to(device)
+
 
 def prompt_tensors(
     prompt: PromptTensors, row_json: bytes

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -81,6 +81,7 @@ class StepScope:
         broker: BrokerClient,
         compute: Executor,
         publish: Callable[[Event], Awaitable[None]],
+        spawn: Callable[[StepScope, Task, Coroutine[Any, Any, None]], None],
     ) -> None:
         self.view = view
         self.plan = view.plan
@@ -89,6 +90,7 @@ class StepScope:
         self._broker = broker
         self._compute = compute
         self._publish = publish
+        self._spawn = spawn
         self._held: list[Releasable] = []
 
     async def run(self, task: Task, job: Callable[[], T]) -> Timed[T]:
@@ -102,6 +104,10 @@ class StepScope:
             return Timed(value=value, span=span)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+
+    def spawn(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the tasks; an error that it raises ends the epoch."""
+        self._spawn(self, task, work)
 
     def check(self) -> None:
         """Raises StepOver once the epoch has ended."""

@@ -101,7 +101,7 @@ def optimizer_spec(context: RunContext, layout: WeightLayout, owner: Participant
     )
 
 
-def bound_model(
+def shared_model(
     context: RunContext, shape: ModelShape, weights: Storage, gradients: Storage | None
 ) -> SplitModel:
     """The model whose parameters are the shared storage itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from common.tensors.errors import StaleVersion, StorageMisuse, StorageTorn
+from common.tensors.errors import StaleVersion, StorageTorn
 from common.tensors.storage import HoldKind
 from services.broker.instructions import Handle
 from services.broker.ledger import LedgerRow
@@ -84,25 +84,14 @@ class Storage:
         """Decide on a waiting hold; of those that can be granted, the first waiting is."""
         if wanted.kind is HoldKind.READ:
             return self._judge_read(wanted)
-        if wanted.kind is HoldKind.EXCLUSIVE and self.dirty_epoch is not None:
-            if wanted.epoch <= self.dirty_epoch:
-                text = (
-                    f"{self.name}: a holder died in epoch {self.dirty_epoch} while it changed the "
-                    "contents; they are undefined until the next epoch"
-                )
-                return Verdict(grant=False, error=StorageTorn(text))
+        dirty = self.dirty_epoch
+        if wanted.kind is HoldKind.EXCLUSIVE and dirty is not None and wanted.epoch <= dirty:
+            text = (
+                f"{self.name}: a holder died in epoch {dirty} while it changed the contents; they "
+                "are undefined until the next epoch"
+            )
+            return Verdict(grant=False, error=StorageTorn(text))
         return Verdict(grant=not self.holds)
-
-    def own_conflict(self, wanted: WaitingHold) -> RollplexError | None:
-        """Refuse what would wait for the caller itself."""
-        own = [h for h in self.holds.values() if h.participant == wanted.origin.participant]
-        if wanted.kind is HoldKind.READ:
-            own = [hold for hold in own if hold.kind is not HoldKind.READ]
-        if not own:
-            return None
-        return StorageMisuse(
-            f"{wanted} on {self.name} would wait for that participant's own {own[0].kind} hold"
-        )
 
     def handle(self, participant: Participant) -> Handle:
         """What a participant needs to map it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from common.tensors.errors import InvalidTransition, StaleLease, UnknownLease
+from common.actor.machine import StateCell, TransitionTable
+from common.tensors.errors import StaleLease, UnknownLease
 from services.broker.instructions import Handle
 from services.broker.ledger import LedgerRow, names
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from common.ids import Epoch, GroupId, LeaseId, Participant, RunId
     from common.tensors.spec import Residency, TensorSpec
     from services.broker.events import Generation
-
-_STORY_LENGTH = 16
 
 
 class LeaseState(StrEnum):
@@ -33,21 +32,23 @@ class LeaseState(StrEnum):
     """Its bytes are given back. Only its tombstone is left."""
 
 
-TRANSITIONS: dict[tuple[LeaseState, LeaseState], str] = {
-    (LeaseState.ALLOCATED, LeaseState.SEALED): "the producer seals it",
-    (LeaseState.ALLOCATED, LeaseState.DRAINING): "its epoch ends while the producer fills it",
-    (LeaseState.ALLOCATED, LeaseState.FREED): (
-        "the producer abandons it or dies, or the system has no memory"
-    ),
-    (LeaseState.SEALED, LeaseState.DRAINING): (
-        "its epoch ends or the producer abandons it, while consumers hold it"
-    ),
-    (LeaseState.SEALED, LeaseState.FREED): (
-        "the last consumer releases it, or it ends while nobody holds it"
-    ),
-    (LeaseState.DRAINING, LeaseState.FREED): "the last holder lets go or dies",
-}
-"""Every legal move, and when it happens."""
+TRANSITIONS = TransitionTable(
+    "lease",
+    {
+        (LeaseState.ALLOCATED, LeaseState.SEALED): "the producer seals it",
+        (LeaseState.ALLOCATED, LeaseState.DRAINING): "its epoch ends while the producer fills it",
+        (LeaseState.ALLOCATED, LeaseState.FREED): (
+            "the producer abandons it or dies, or the system has no memory"
+        ),
+        (LeaseState.SEALED, LeaseState.DRAINING): (
+            "its epoch ends or the producer abandons it, while consumers hold it"
+        ),
+        (LeaseState.SEALED, LeaseState.FREED): (
+            "the last consumer releases it, or it ends while nobody holds it"
+        ),
+        (LeaseState.DRAINING, LeaseState.FREED): "the last holder lets go or dies",
+    },
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Lease:
     consumers: tuple[Participant, ...]
     residency: Residency
     next_use: str
-    state: LeaseState = LeaseState.ALLOCATED
+    cell: StateCell[LeaseState] = field(init=False)
     filling: bool = True
     """Whether the producer still has it mapped for writing."""
     holders: set[Participant] = field(default_factory=set)
@@ -76,7 +77,15 @@ class Lease:
     """Consumers that hold or held it."""
     ended: str = ""
     """Why it ended; empty: it has not."""
-    story: deque[str] = field(default_factory=lambda: deque(maxlen=_STORY_LENGTH))
+
+    def __post_init__(self) -> None:
+        key = f"{self.lease_id} ({self.name} of {self.producer}, epoch {self.epoch})"
+        self.cell = StateCell(TRANSITIONS, key, LeaseState.ALLOCATED)
+
+    @property
+    def state(self) -> LeaseState:
+        """Where it is in its life."""
+        return self.cell.state
 
     @property
     def waiting_for(self) -> tuple[Participant, ...]:
@@ -94,20 +103,12 @@ class Lease:
         return tuple(sorted(filling | self.holders, key=str))
 
     def tell(self, at_ns: int, text: str) -> None:
-        """Add to the story."""
-        self.story.append(f"{at_ns / 1e9:.6f} s: {text}")
+        """Add to the story that an InvalidTransition tells."""
+        self.cell.story.add(f"{at_ns / 1e9:.6f} s: {text}")
 
     def move(self, to: LeaseState, why: str, *, at_ns: int) -> None:
         """Change the state. Raises InvalidTransition with the story."""
-        if (self.state, to) not in TRANSITIONS:
-            story = "\n  ".join(self.story)
-            raise InvalidTransition(
-                f"lease {self.lease_id} ({self.name}) cannot go from {self.state} to {to} "
-                f"({why}); its story:\n  {story}",
-                lease_id=self.lease_id,
-            )
-        self.tell(at_ns, f"{self.state} -> {to}: {why}")
-        self.state = to
+        self.cell.move(to, f"{at_ns / 1e9:.6f} s: {why}")
 
     def handle(self, *, writable: bool) -> Handle:
         """What a participant needs to map it."""

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from common.step.plan import StepPlan
 
 
+_NO_STEP = StepIndex(0)
+
+
 @dataclass(slots=True)
 class Fence:
     """The newest epoch of one run. Everything of an older one is refused."""
 
     run_id: RunId
     epoch: Epoch
-    step: StepIndex = StepIndex(0)
+    step: StepIndex = _NO_STEP
     begun: bool = False
     """Whether the epoch's step has begun."""
     ended: str | None = None
@@ -114,7 +117,7 @@ class Runs:
         fence = self.fence(run_id)
         if self.why_ended(run_id, epoch) is not None:
             return False
-        step = fence.step if fence.epoch == epoch else StepIndex(0)
+        step = fence.step if fence.epoch == epoch else _NO_STEP
         self._fences[run_id] = Fence(
             run_id=run_id, epoch=epoch, step=step, begun=fence.epoch == epoch, ended=reason
         )

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING
 
+from common.actor.machine import InvalidTransition
 from common.errors import RollplexError
-from common.ids import Epoch
-from common.tensors.errors import BrokerTimeout, RequestCancelled, StaleLease, UnknownRun
+from common.tensors.errors import (
+    BrokerTimeout,
+    RequestCancelled,
+    StaleLease,
+    UnknownRun,
+)
 from services.broker import events
 from services.broker.instructions import (
     AnnounceDied,
@@ -34,7 +39,9 @@ from services.broker.runs import Fence, Runs
 from services.broker.storage import StorageBook
 
 if TYPE_CHECKING:
-    from common.ids import LeaseId, Participant, RunId
+    from collections.abc import Callable
+
+    from common.ids import Epoch, LeaseId, Participant, RunId
     from services.broker.events import Origin, SessionId
     from services.broker.lifecycle import LeaseState
 
@@ -82,6 +89,8 @@ class BrokerState:
         if isinstance(event, events.Request):
             try:
                 self._apply(event)
+            except InvalidTransition:
+                raise
             except RollplexError as error:
                 self._outbox.add(Refuse(origin=event.origin, error=error))
         else:

@@ -1,15 +1,13 @@
 """The storages of all runs, and the holds on them: versioned contents and accumulators.
 
 Invariants: a WRITE or EXCLUSIVE hold is alone on its storage; a hold's participant is declared for
-its kind; a participant that waits for a storage does not wait for itself.
+its kind; what waits for a storage can neither be granted nor has to be refused.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.errors import RollplexError
-from common.ids import Participant, RunId
 from common.tensors.errors import (
     BrokerTimeout,
     NotDeclared,
@@ -29,10 +27,13 @@ from services.broker.instructions import (
     ReplyHeld,
 )
 from services.broker.ledger import LedgerRow, names
+from services.broker.openings import Openings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.errors import RollplexError
+    from common.ids import Participant, RunId
     from services.broker.events import (
         Generation,
         HoldStorage,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         PublishHold,
         ReleaseHold,
     )
+    from services.broker.openings import StorageKey
     from services.broker.outbox import Outbox
     from services.broker.room import Room
     from services.broker.runs import Runs
@@ -92,9 +94,6 @@ class StorageBook:
             epoch=event.epoch,
             deadline_ns=event.deadline_ns,
         )
-        conflict = storage.own_conflict(wanted)
-        if conflict is not None:
-            raise conflict
         storage.waiting.append(wanted)
         self._serve(storage)
 
@@ -193,7 +192,6 @@ class StorageBook:
                 verdict = storage.judge(wanted)
                 assert not verdict.grant
                 assert verdict.error is None
-                assert storage.own_conflict(wanted) is None
         self.openings.validate()
 
     def _make(self, event: OpenStorage, size_bytes: int) -> Storage:

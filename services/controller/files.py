@@ -1,7 +1,7 @@
 """The files of a run's folder that the controller writes.
 
-`recipe.json`: the resolved recipe. `steps.jsonl`: one `StepRecord` a line; where a step has several,
-the last one counts. `timeline.jsonl`: one `SpanRecord` a line, committed epochs only.
+`recipe.json`: the resolved recipe. `steps.jsonl`: one `StepRecord` a line; where a step has
+several, the last one counts. `timeline.jsonl`: one `SpanRecord` a line, committed epochs only.
 """
 
 from __future__ import annotations

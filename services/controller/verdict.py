@@ -56,7 +56,7 @@ def judge(
         case bodies.TaskFailed() as failed:
             return Verdict(
                 cause=(f"{failed.task} failed in {event.sender}: {failed.type}: {failed.message}"),
-                fatal=is_fatal(ErrorCode(failed.code), retryable=failed.retryable),
+                fatal=is_fatal(_parse(failed.code), retryable=failed.retryable),
             )
         case bodies.StepAborted() as aborted:
             return Verdict(
@@ -78,3 +78,10 @@ def _too_many_drops(total: int, last: bodies.GroupDropped, settings: RunSettings
         f"{settings.max_drop_fraction:g} of the run's {samples}; the last one is "
         f"train sample {last.sample}: {last.code}: {last.reason}"
     )
+
+
+def _parse(code: str) -> ErrorCode:
+    try:
+        return ErrorCode(code)
+    except ValueError:
+        return ErrorCode.INTERNAL

@@ -21,10 +21,10 @@ from common.worker.weights import (
     POLICY_OPTIMIZER,
     POLICY_WEIGHTS,
     ModelShape,
-    bound_model,
     flat_spec,
     optimizer_spec,
     policy_shape,
+    shared_model,
 )
 from common.worker.work import Prepared
 from services.learner.checkpoints import CheckpointInvalid, CheckpointStore, version_of
@@ -62,7 +62,7 @@ class LearnerRun:
             optimizer=self.optimizer,
             gradients=self.gradients,
         )
-        self.model = bound_model(context, shape, self.weights, self.gradients)
+        self.model = shared_model(context, shape, self.weights, self.gradients)
         self.shadow = HostShadow(
             context.run_dir / "shadow", self.state, rank=context.participant.rank
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.data.workers import SamplePool
+from common.data.workers import SamplePool, SampleSource
 from common.errors import FailedPrecondition
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
@@ -24,9 +24,9 @@ from common.worker.weights import (
     POLICY_WEIGHTS,
     REFERENCE_WEIGHTS,
     ModelShape,
-    bound_model,
     policy_shape,
     reference_shape,
+    shared_model,
 )
 from common.worker.work import Prepared
 from services.prefix_encoder.step import PrefixEncoderStep
@@ -63,12 +63,12 @@ class PrefixEncoderRun:
         self.shape = policy
         self.weights = weights
         self.gradients = gradients
-        self.policy = bound_model(context, policy, weights, gradients)
+        self.policy = shared_model(context, policy, weights, gradients)
         self.reference_weights = reference_weights
         self.reference: SplitModel | None = None
         self._reference_shape = reference
         if reference is not None and reference_weights is not None:
-            self.reference = bound_model(context, reference, reference_weights, None)
+            self.reference = shared_model(context, reference, reference_weights, None)
         self._vision_shared: bool | None = None
         self.lanes = (
             Lane(
@@ -95,7 +95,8 @@ class PrefixEncoderRun:
             reference_weights = await broker.open_storage(
                 context.run_id, REFERENCE_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
             )
-        pool = SamplePool(recipe.model.path, recipe.data)
+        source = SampleSource.from_config(str(recipe.model.path), recipe.data)
+        pool = SamplePool(source, workers=recipe.data.workers)
         await pool.start()
         return cls(
             context,

@@ -6,6 +6,7 @@ leaves it are copies of K and V, and what comes back are their gradients.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,7 @@ class PrefixEncoderStep:
     async def _prepare(self, group: GroupId, cause_id: str) -> None:
         scope = self._scope
         planned = scope.view.groups[group]
+        start_ns = time.monotonic_ns()
         try:
             sample = await self._run.pool.prepare(planned.split, planned.sample)
         except SampleError as error:
@@ -114,7 +116,7 @@ class PrefixEncoderStep:
             last_token=prompt.last_token,
             start_position=prompt.start_position,
         )
-        span = WorkSpan(task=Task.PREPARE, start_ns=sample.start_ns, end_ns=sample.end_ns)
+        span = WorkSpan(task=Task.PREPARE, start_ns=start_ns, end_ns=time.monotonic_ns())
         await scope.publish(prepared, group, span=span, cause_id=cause_id)
 
     async def _policy_vision(self, group: GroupId, cause_id: str) -> None:

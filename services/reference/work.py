@@ -27,9 +27,9 @@ from common.worker.weights import (
     REFERENCE_VERSION,
     REFERENCE_WEIGHTS,
     ModelShape,
-    bound_model,
     flat_spec,
     reference_shape,
+    shared_model,
 )
 from common.worker.work import Prepared
 
@@ -78,7 +78,7 @@ class ReferenceRun:
             )
             await hold.publish()
         if self.model is None:
-            self.model = bound_model(self.context, self.shape, self._weights, None)
+            self.model = shared_model(self.context, self.shape, self._weights, None)
         return Prepared(facts={"parameters": str(self.shape.layout.total_elements)})
 
     def begin(self, scope: StepScope) -> ReferenceStep:

@@ -54,8 +54,12 @@ def test_equals_torch_adamw_on_separate_parameters():
     )
 
 
-def test_continues_bit_for_bit_from_saved_masters_and_moments():
-    master, moments = fresh()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_continues_bit_for_bit_from_saved_masters_and_moments(dtype):
+    def gradients(step):
+        return torch.randn(SIZE, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+    master, moments = (tensor.to(dtype) for tensor in fresh())
     through = optimizer(master, moments)
     for step in range(3):
         through.step(gradients(step), learning_rate=1e-2)

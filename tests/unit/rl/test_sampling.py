@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidArgument
-from common.rl.sampling import SamplingParams, sample
+from common.rl.sampling import SamplingParams, sample, score
 
 ALMOST_ONE = 1 - 2.0**-53
 
@@ -93,6 +93,15 @@ def test_suppressed_tokens_are_never_sampled_and_leave_the_distribution():
     assert draw(logits, 0.0, suppressed_token_ids=(0, 2), temperature=0.0)[0] == 1
     _, logprob = draw(logits, 0.0, suppressed_token_ids=(0, 2))
     assert logprob == pytest.approx(-math.log1p(math.exp(-1.0)), abs=1e-12)
+
+
+def test_given_tokens_score_as_if_they_had_been_sampled():
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(3))
+    uniforms = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    chosen = params(temperature=0.8, top_k=3, suppressed_token_ids=(4, 5))
+    tokens, logprobs = sample(logits, uniforms, chosen)
+    assert torch.equal(score(logits, tokens, chosen), logprobs)
+    assert score(logits, torch.full((50,), 4), chosen).tolist() == [-math.inf] * 50
 
 
 def test_a_forbidden_stop_is_not_sampled_but_keeps_its_share_of_the_log_probability():

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.vlm.bound import bound_model
 from common.vlm.decode import decode_rows, start_groups
 from common.vlm.decode_pool import DecodePool
 from common.vlm.errors import DecodePoolFull, DecodeStateInvalid
 from common.vlm.model import SplitModel
 from common.vlm.tiny import tiny_config
-from common.vlm.verification import bound_model
 from tests.unit.vlm.groups import make_case
 
 

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
+from common.vlm.bound import bound_model
 from common.vlm.checkpoint import load_checkpoint, save_checkpoint
 from common.vlm.errors import ModelFilesError, UnsupportedModel
 from common.vlm.files import INDEX_FILE, check_model_files
 from common.vlm.loading import check_config, empty_model, load_config, weight_layout
 from common.vlm.tiny import random_init, tiny_config
-from common.vlm.verification import bound_model
 from common.weights.binding import checksum, views
 from common.weights.errors import LayoutMismatch, MissingWeight, UnexpectedWeight
 

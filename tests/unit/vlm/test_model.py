@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.vlm.bound import bound_model
 from common.vlm.errors import PromptInvalid, ResponseInvalid
 from common.vlm.loading import suppressed_token_ids
 from common.vlm.logprobs import chosen_logprobs
 from common.vlm.model import SplitModel
 from common.vlm.prefix import PrefixKV, packed_shape, prefix_backward
 from common.vlm.tiny import tiny_config
-from common.vlm.verification import bound_model, split_backward
+from common.vlm.verification import split_backward
 from tests.unit.vlm.groups import make_case
 
 

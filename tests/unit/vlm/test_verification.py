@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.vlm.bound import bound_model
 from common.vlm.tiny import tiny_config
 from common.vlm.verification import (
-    bound_model,
     decode_vs_monolithic,
     monolithic_logits,
     split_vs_monolithic,

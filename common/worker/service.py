@@ -1,0 +1,85 @@
+"""A worker process: its actor, its gRPC servicer, its life under the bootstrap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.registry.runs import RunLedger
+from common.transport import BoundServicer
+from common.worker.actor import WorkerActor
+from common.worker.messages import Quiesce
+from common.worker.servicer import WorkerServicer
+from protos.rollplex.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from common.service.context import ServiceContext
+    from common.worker.work import RunFactory
+
+PHASE_EVERY_S = 0.25
+
+
+class WorkerService:
+    """See `common.service.context.Service` for who calls what, in which order."""
+
+    def __init__(self, context: ServiceContext, factory: RunFactory) -> None:
+        self._context = context
+        self._ledger = RunLedger.of(context.deployment)
+        self.actor = WorkerActor(
+            context.participant,
+            context.incarnation,
+            context.deployment,
+            self._ledger,
+            factory,
+        )
+        self._servicer = WorkerServicer(self.actor, lambda: context.lifecycle.state.value)
+
+    @property
+    def servicers(self) -> Sequence[BoundServicer]:
+        """The control plane of a worker."""
+        return (
+            BoundServicer(
+                name=worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
+                servicer=self._servicer,
+                add=worker_pb2_grpc.add_WorkerServicer_to_server,
+            ),
+        )
+
+    async def run(self) -> None:
+        """Handle messages until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.actor.run(), name="actor")
+            group.create_task(self._report_phase(), name="phase")
+
+    async def drain(self) -> None:
+        """Start nothing more, wait for what runs, give up the run."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self.actor.mailbox.put(Quiesce(answer=answer))
+        await answer
+        await self.actor.shut_down()
+        await self.actor.stop()
+
+    async def close(self) -> None:
+        """Give up what `drain` did not get to. Idempotent."""
+        await self.actor.shut_down()
+        await self._ledger.close()
+
+    async def _report_phase(self) -> None:
+        while True:
+            self._context.set_phase(self.actor.status().phase)
+            await asyncio.sleep(PHASE_EVERY_S)
+
+
+def worker_builder(
+    factory: RunFactory,
+) -> Callable[[ServiceContext], Awaitable[WorkerService]]:
+    """What `run_service` builds a worker with."""
+
+    async def build(context: ServiceContext) -> WorkerService:
+        torch.set_num_threads(context.deployment.threads(context.participant))
+        return WorkerService(context, factory)
+
+    return build

@@ -1,0 +1,133 @@
+"""Whether the arena can hold a run: sizes from safetensors headers, without loading a tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.errors import InvalidArgument, ResourceExhausted
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.config.recipe import Recipe
+    from protos.rollplex.v1.broker_pb2 import Ledger
+
+_COMPUTE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+_HEADER_LIMIT_BYTES = 100 * 2**20
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Number of parameters of a checkpoint."""
+
+    language: int
+    vision: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.language + self.vision
+
+
+def count_elements(model_path: Path, *, key: str) -> Elements:
+    """Read the headers of a checkpoint's safetensors files.
+
+    Raises:
+        InvalidArgument: there are none, or one cannot be read.
+    """
+    files = sorted(model_path.glob("*.safetensors"))
+    if not files:
+        raise InvalidArgument(
+            f"{key} = {str(model_path)!r} holds no *.safetensors file; `rollplex init-model` makes "
+            "a small model to begin with"
+        )
+    language = vision = 0
+    for file in files:
+        for name, tensor in _header(file, key).items():
+            if name == "__metadata__":
+                continue
+            numel = math.prod(tensor["shape"])
+            if "visual" in name.split("."):
+                vision += numel
+            else:
+                language += numel
+    return Elements(language=language, vision=vision)
+
+
+def needed_bytes(recipe: Recipe) -> dict[str, int]:
+    """Bytes of the run-scoped storages that a recipe needs, by storage.
+
+    Raises:
+        InvalidArgument: a model folder cannot be read.
+    """
+    policy = count_elements(recipe.model.path, key="model.path")
+    reference_path = recipe.model.reference_path
+    reference = (
+        policy
+        if reference_path is None
+        else count_elements(reference_path, key="model.reference_path")
+    )
+    compute = _COMPUTE_BYTES[recipe.model.dtype]
+    master = 8 if recipe.model.dtype == "float64" else 4
+    trainable = policy.total if recipe.model.train_vision else policy.language
+    # A master copy apart from the weights is needed only where the dtypes differ.
+    copies = 2 if compute == master else 3
+    needed = {
+        "policy.weights": policy.total * compute,
+        "policy.optimizer": trainable * master * copies,
+        "policy.gradients": trainable * master,
+    }
+    if recipe.needs_reference:
+        needed["reference.weights"] = reference.total * compute
+    return needed
+
+
+def check_room(recipe: Recipe, ledger: Ledger) -> None:
+    """Refuse a run whose run-scoped storages alone are larger than the arena.
+
+    Raises:
+        InvalidArgument: a model folder cannot be read.
+        ResourceExhausted: with what is needed and who holds what now.
+    """
+    needed = needed_bytes(recipe)
+    total = sum(needed.values())
+    if total <= ledger.capacity_bytes:
+        return
+    parts = ", ".join(f"{name} {size / _MIB:.0f} MiB" for name, size in needed.items())
+    raise ResourceExhausted(
+        f"model.path = {str(recipe.model.path)!r} needs {total / _MIB:.0f} MiB of arena for the "
+        f"whole run ({parts}), but arena_gib of the deployment gives "
+        f"{ledger.capacity_bytes / _MIB:.0f} MiB. Raise arena_gib, or choose a smaller model.\n"
+        f"{ledger_table(ledger)}"
+    )
+
+
+def ledger_table(ledger: Ledger) -> str:
+    """The ledger for a person, largest first."""
+    lines = [f"arena now: {ledger.used_bytes / _MIB:.1f} of {ledger.capacity_bytes / _MIB:.1f} MiB"]
+    for entry in sorted(ledger.entries, key=lambda e: -e.bytes):
+        holders = ", ".join(entry.holders) or "nobody"
+        lines.append(
+            f"  {entry.bytes / _MIB:9.1f} MiB  {entry.name}  of run {entry.run_id}, held by "
+            f"{holders}, until {entry.until}"
+        )
+    return "\n".join(lines)
+
+
+def _header(file: Path, key: str) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _HEADER_LIMIT_BYTES:
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise InvalidArgument(f"{key}: {file} is not a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise InvalidArgument(f"{key}: {file} is not a safetensors file: its header is no table")
+    return header

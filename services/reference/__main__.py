@@ -1,0 +1,23 @@
+"""The reference: scores of the responses."""
+
+from __future__ import annotations
+
+import sys
+
+from common.ids import Service
+from common.service.arguments import parse_arguments
+from common.service.bootstrap import prepare_process, run_service
+
+
+def main() -> int:
+    """Run one process of this service; returns its exit code."""
+    arguments = parse_arguments(Service.REFERENCE)
+    deployment = prepare_process(arguments)
+    from common.worker.service import worker_builder
+    from services.reference.work import ReferenceRun
+
+    return run_service(arguments.participant, deployment, worker_builder(ReferenceRun.create))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

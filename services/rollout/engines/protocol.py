@@ -1,0 +1,164 @@
+"""What the rollout service asks of an engine.
+
+An engine decodes the groups of one step. Its batch is a function of the step's content: groups
+are admitted strictly in the order of the step, and while a place is free the next group has to be
+admitted before the batch decodes on, however long it takes to become ready. The service's loop:
+
+    engine.begin_step(spec)
+    while not engine.finished:
+        # meanwhile: add_group for each group that became ready, drop_group for each that will not
+        while engine.admit_next() is not None: ...
+        if engine.needs_next_group():
+            wait for an event
+        else:
+            publish(engine.run_iteration().finished)
+    engine.release()
+
+Each call is one bounded piece of work, so that `abort` can come in between. An engine is owned and
+called by one thread.
+
+Shapes: G responses of a group, T tokens of all of them, packed one response after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from common.ids import GroupId, StepIndex, WeightsVersion
+    from common.rl.sampling import SamplingParams
+    from common.vlm.prefix import PrefixKV
+    from common.vlm.prompt import PromptTensors
+
+
+class FinishReason(IntEnum):
+    """Why a response ended."""
+
+    STOP = 0
+    """With a stop token, which is its last token."""
+    LENGTH = 1
+    """At the largest number of tokens, or where its recording ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpec:
+    """What an engine has to know of a step before its first group."""
+
+    step: StepIndex
+    weights_version: WeightsVersion
+    seed: int
+    """The run's seed."""
+    groups: tuple[GroupId, ...]
+    """All groups of the step, in their order."""
+    samples_per_group: int
+    params: SamplingParams
+    forced: bool = False
+    """Every group comes with recorded responses, which are fed instead of sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedResponses:
+    """Responses of an earlier decode."""
+
+    tokens: Tensor
+    """[T] int64."""
+    lengths: Tensor
+    """[G] int64; they sum to T."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """One group that is ready to decode."""
+
+    group: GroupId
+    prompt: PromptTensors
+    """On the engine's device; its pixels are not read and may be empty."""
+    prefix: PrefixKV | None = None
+    """Policy prefix K/V, such as views of a lease, to be copied at the admission; None: the engine
+    runs the prefix forward itself."""
+    vision: Tensor | None = None
+    """[V, hidden] vision embeddings for the engine's own prefix forward; None: there are none."""
+    recorded: RecordedResponses | None = None
+    """Only and always in a forced step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """A group whose responses are complete."""
+
+    group: GroupId
+    tokens: Tensor
+    """[T] int64, on the host; a stop token is part of its response."""
+    lengths: Tensor
+    """[G] int64, on the host."""
+    logprobs: Tensor
+    """[T] float32, on the host; see `common.rl.sampling.sample` for the distribution."""
+    finish_reasons: Tensor
+    """[G] uint8 of `FinishReason`, on the host."""
+    decode_iteration: int
+    """Number, from 1, of the step's iteration that gave the group's last token."""
+    weights_version: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """What one iteration did."""
+
+    number: int
+    """From 1 in each step."""
+    rows: int
+    """Tokens that it gave: one for every sequence that was decoding."""
+    finished: tuple[FinishedGroup, ...]
+    """Groups that it completed, in the order of the step."""
+
+
+class Engine(Protocol):
+    """See the module's description for the order of calls."""
+
+    @property
+    def capacity(self) -> int:
+        """Groups of the present step that can decode at the same time."""
+
+    @property
+    def active_rows(self) -> int:
+        """Sequences that decode at the moment."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device bytes that the engine's K/V occupy at the moment."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every group of the step is complete or dropped, or there is no step."""
+
+    def begin_step(self, spec: StepSpec) -> None:
+        """Start a step. The previous one must have been finished or aborted."""
+
+    def add_group(self, request: GroupRequest) -> None:
+        """Say that a group is ready; no work is done yet. Groups may come in any order."""
+
+    def drop_group(self, group: GroupId) -> None:
+        """Say that a group that was not added never will be. Idempotent."""
+
+    def admit_next(self) -> GroupId | None:
+        """Admit the next group of the order if it is ready and there is a place.
+
+        Returns: the group, whose `prefix` and `vision` are not needed any more; None if there is
+            nothing to admit now.
+        """
+
+    def needs_next_group(self) -> bool:
+        """Whether the batch may not decode on until the next group is added or dropped."""
+
+    def run_iteration(self) -> Iteration:
+        """Give every decoding sequence one more token."""
+
+    def abort(self) -> None:
+        """Drop the step and all its groups. Idempotent."""
+
+    def release(self) -> None:
+        """Give all K/V memory back to the device. Only between steps. Idempotent."""

@@ -1,0 +1,101 @@
+"""The rollout's part in a run: engine, tokenizer, reward workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from common.errors import FailedPrecondition
+from common.ids import Epoch, Service, WeightsVersion
+from common.step.machine import Lane
+from common.step.tasks import Task
+from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
+from common.worker.work import Prepared
+from services.rollout.engines.native import NativeEngine
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.step import RolloutStep
+from services.rollout.stop_tokens import stop_token_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.tensors.storage import Storage
+    from common.worker.context import RunContext
+    from common.worker.scope import StepScope
+    from services.rollout.engines.protocol import Engine
+
+OPEN_TIMEOUT_S = 120.0
+"""Longest wait for the learner to create the policy's storage."""
+UNBOUNDED = 1 << 30
+"""Width of lanes whose own limit lies elsewhere: the engine's slots, the reward pool's queue."""
+
+
+class RolloutRun:
+    """One run in this process."""
+
+    lanes = (
+        Lane(name="engine", tasks=(Task.DECODE,), width=UNBOUNDED, strict=True),
+        Lane(name="reward", tasks=(Task.REWARD,), width=UNBOUNDED),
+    )
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        weights: Storage,
+        shape: ModelShape,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: tuple[int, ...],
+        rewards: RewardPool,
+    ) -> None:
+        self.context = context
+        self.weights = weights
+        self.shape = shape
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.rewards = rewards
+
+    @classmethod
+    async def create(cls, context: RunContext) -> RolloutRun:
+        """Attach to the policy's weights, start the reward workers."""
+        recipe = context.recipe
+        rewards = RewardPool(recipe.reward)
+        await rewards.start()
+        weights = await context.broker.open_storage(
+            context.run_id, POLICY_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+        )
+        shape = policy_shape(context)
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+        engine = NativeEngine(
+            shared_model(context, shape, weights, None), max_slots=recipe.rollout.max_slots
+        )
+        return cls(
+            context,
+            weights=weights,
+            shape=shape,
+            engine=engine,
+            tokenizer=tokenizer,
+            stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
+            rewards=rewards,
+        )
+
+    async def prepare(self) -> Prepared:
+        """Nothing to make good."""
+        return Prepared()
+
+    def begin(self, scope: StepScope) -> RolloutStep:
+        """Start an epoch."""
+        return RolloutStep(self, scope)
+
+    async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
+        """The rollout has nothing to save."""
+        raise FailedPrecondition(f"{Service.ROLLOUT} writes no checkpoints; ask the learner")
+
+    async def close(self) -> None:
+        """Stop the reward workers, drop the mapping."""
+        await self.rewards.close()
+        self.engine.release()
+        self.weights.close()

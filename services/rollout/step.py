@@ -1,0 +1,219 @@
+"""One epoch in the rollout: the decode loop of the engine, and the rewards of what it sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.events import WorkSpan, bodies
+from common.events.bodies import ModelRole
+from common.ids import GroupId, LeaseId, Participant, Service
+from common.rl.sampling import SamplingParams
+from common.step.plan import StepMode
+from common.step.schedule import PREFILL_FROM_LEASE
+from common.step.tasks import Task
+from common.tensors.lease import Lease
+from common.tensors.storage import Hold
+from common.tensors.views import tensor_view
+from common.vlm.prefix import PrefixKV
+from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text
+from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
+from common.worker.scope import StepScope
+from common.worker.weights import KV
+from services.rollout.decode_loop import DecodeLoop
+from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
+from services.rollout.recording import Recording
+
+if TYPE_CHECKING:
+    from services.rollout.run import RolloutRun
+
+
+class RolloutStep:
+    """One epoch."""
+
+    def __init__(self, run: RolloutRun, scope: StepScope) -> None:
+        self._run = run
+        self._scope = scope
+        self._training = scope.plan.mode is StepMode.TRAIN
+        self._prompts: dict[GroupId, PromptText] = {}
+        self._inputs: dict[GroupId, list[Lease]] = {}
+        self._finished: dict[GroupId, FinishedGroup] = {}
+        self._hold: Hold | None = None
+        self._recorded = (
+            None
+            if scope.plan.replay_dir is None
+            else Recording.read(scope.plan.replay_dir, scope.plan.step)
+        )
+        self._loop = DecodeLoop(run.engine, self._spec(), scope)
+        self._loop_runs = False
+
+    async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
+        """Add a group to the decode, or reward one."""
+        assert group is not None
+        if task is Task.DECODE:
+            await self._add(group)
+            return
+        assert task is Task.REWARD
+        await self._reward(group, cause_id)
+
+    def forget(self, group: GroupId) -> None:
+        """The engine must not wait for it."""
+        self._prompts.pop(group, None)
+        self._finished.pop(group, None)
+        if self._scope.view.groups[group].generated is None:
+            self._loop.drop(group)
+
+    async def advance(self) -> None:
+        """Let the update begin once nothing decodes any more."""
+        if self._hold is not None and self._scope.view.window_closed is not None:
+            self._scope.give_back(self._hold)
+            self._hold = None
+
+    def close(self) -> None:
+        """End the decode, give the K/V memory back."""
+        self._run.engine.abort()
+        self._run.engine.release()
+        self._prompts.clear()
+        self._finished.clear()
+
+    # ---------------------------------------------------------------- decode
+
+    def _spec(self) -> StepSpec:
+        plan, recipe = self._scope.plan, self._run.context.recipe
+        rollout = recipe.rollout
+        params = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=self._run.stop_ids,
+            temperature=0.0 if plan.greedy else rollout.temperature,
+            top_p=1.0 if plan.greedy else rollout.top_p,
+            top_k=0 if plan.greedy else rollout.top_k,
+            suppressed_token_ids=tuple(self._run.shape.suppressed.tolist()),
+        )
+        return StepSpec(
+            step=plan.step,
+            weights_version=plan.weights_version,
+            seed=recipe.seed,
+            groups=tuple(g.group for g in plan.groups),
+            samples_per_group=plan.samples_per_group,
+            params=params,
+            forced=self._recorded is not None,
+        )
+
+    async def _add(self, group: GroupId) -> None:
+        if not self._loop_runs:
+            self._loop_runs = True
+            self._scope.spawn(Task.DECODE, self._decode())
+        self._loop.add(await self._request(group))
+
+    async def _request(self, group: GroupId) -> GroupRequest:
+        """Hold what the group's decode reads, until the engine has taken it in."""
+        scope, state = self._scope, self._scope.view.groups[group]
+        assert state.prepared is not None
+        assert state.vision is not None
+        from_lease = scope.plan.schedule in PREFILL_FROM_LEASE
+        extra = state.prefixes[ModelRole.POLICY].lease if from_lease else state.vision.lease
+        wanted = [state.prepared.prompt_lease, *([extra] if extra is not None else [])]
+        leases = await scope.acquire(*wanted)
+        text = prompt_text(leases[0])
+        self._prompts[group] = text
+        self._inputs[group] = leases
+        return GroupRequest(
+            group=group,
+            prompt=text.without_pixels(self._run.context.device),
+            prefix=PrefixKV.unpack(tensor_view(leases[1], KV)) if from_lease else None,
+            vision=(
+                tensor_view(leases[1], EMBEDDINGS) if extra is not None and not from_lease else None
+            ),
+            recorded=None if self._recorded is None else self._recorded.responses(group),
+        )
+
+    async def _decode(self) -> None:
+        """Decode all groups of the step; publishes the window and each finished group in order."""
+        scope = self._scope
+        self._hold = await scope.read(self._run.weights, scope.view.version)
+        opened_ns: int | None = None
+        sampled: list[FinishedGroup] = []
+        async for turn in self._loop.turns():
+            for group in turn.admitted:
+                scope.give_back(*self._inputs.pop(group))
+            if turn.decoding and opened_ns is None:
+                opened_ns = time.monotonic_ns()
+                span = WorkSpan(task=Task.DECODE, start_ns=opened_ns, end_ns=opened_ns)
+                await scope.publish(bodies.WindowOpened(), span=span)
+            for finished in turn.finished:
+                sampled.append(finished)
+                await self._publish(finished, opened_ns or turn.start_ns, turn.end_ns)
+        end_ns = time.monotonic_ns()
+        if self._training and self._run.context.recipe.training.record_responses:
+            folder = self._run.context.run_dir / "responses"
+            await asyncio.to_thread(Recording.write, folder, scope.plan.step, sampled)
+        closed = bodies.WindowClosed(
+            decode_iterations=max((f.decode_iteration for f in sampled), default=0),
+            response_tokens=sum(int(f.tokens.numel()) for f in sampled),
+        )
+        span = WorkSpan(task=Task.DECODE, start_ns=opened_ns or end_ns, end_ns=end_ns)
+        await scope.publish(closed, span=span)
+
+    async def _publish(self, finished: FinishedGroup, start_ns: int, end_ns: int) -> None:
+        scope, group = self._scope, finished.group
+        self._finished[group] = finished
+        lease: LeaseId | None = None
+        consumers = self._readers()
+        if consumers:
+
+            def fill(out: Mapping[str, torch.Tensor]) -> None:
+                out[TOKENS].copy_(finished.tokens)
+                out[LENGTHS].copy_(finished.lengths)
+                out[LOGPROBS].copy_(finished.logprobs)
+
+            lease = await scope.produce(
+                "responses",
+                group,
+                response_tensors(finished.tokens.numel(), finished.lengths.numel()),
+                fill,
+                consumers=consumers,
+                next_use=Task.REFERENCE_SCORE,
+            )
+        body = bodies.GroupGenerated(
+            lease=lease,
+            response_tokens=finished.tokens.numel(),
+            decode_iteration=finished.decode_iteration,
+            weights_version=finished.weights_version,
+        )
+        span = WorkSpan(task=Task.DECODE, start_ns=start_ns, end_ns=end_ns)
+        await scope.publish(body, group, span=span)
+
+    def _readers(self) -> list[Participant]:
+        if not self._training:
+            return []
+        readers = [self._run.context.peer(Service.LEARNER)]
+        if self._run.context.recipe.needs_reference:
+            readers.append(self._run.context.peer(Service.REFERENCE))
+        return readers
+
+    # ---------------------------------------------------------------- rewards
+
+    async def _reward(self, group: GroupId, cause_id: str) -> None:
+        scope, state = self._scope, self._scope.view.groups[group]
+        finished, prompt = self._finished.pop(group), self._prompts.pop(group)
+        responses = finished.tokens.split(finished.lengths.tolist())
+        completions = [
+            str(self._run.tokenizer.decode(tokens, skip_special_tokens=True))
+            for tokens in responses
+        ]
+        start_ns = time.monotonic_ns()
+        outcome = await self._run.rewards.score(group, completions, [prompt.row] * len(completions))
+        span = WorkSpan(task=Task.REWARD, start_ns=start_ns, end_ns=time.monotonic_ns())
+        body: bodies.Body
+        if outcome.dropped:
+            reasons = "; ".join(
+                f"{f.function} on response {f.sample}: {f.cause}" for f in outcome.failures
+            )
+            body = bodies.GroupDropped(code="reward", reason=reasons, sample=state.sample)
+        else:
+            body = bodies.GroupRewarded(rewards=outcome.rewards, failures=len(outcome.failures))
+        await scope.publish(body, group, span=span, cause_id=cause_id)
