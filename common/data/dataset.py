@@ -47,7 +47,7 @@ def open_dataset(source: str, *, key: str) -> Dataset:
         function = resolve_function(source, key=key)
         try:
             dataset = function()
-        except Exception as error:  # noqa: BLE001 - the user's code
+        except Exception as error:
             raise InvalidArgument(
                 f"{key} = {source!r} raised {type(error).__name__}: {error}", key=key, value=source
             ) from error

@@ -90,7 +90,9 @@ class PromptProcessor:
             )
         except PromptInvalid as error:
             raise SampleError(SampleFault.PLACEHOLDER_MISMATCH, sample, str(error)) from error
-        arrays = {name: value.contiguous().numpy() for name, value in prompt.named_tensors().items()}
+        arrays = {
+            name: value.contiguous().numpy() for name, value in prompt.named_tensors().items()
+        }
         return PreparedSample(sample=sample, arrays=arrays, row_json=row_json)
 
     def _tokenize(self, messages: list[dict[str, Any]], sample: str) -> np.ndarray:
@@ -99,7 +101,7 @@ class PromptProcessor:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # noqa: BLE001 - templates raise what they like
+        except Exception as error:
             raise SampleError(
                 SampleFault.BAD_MESSAGES, sample, f"the chat template refused it: {error}"
             ) from error
@@ -111,7 +113,8 @@ class PromptProcessor:
     ) -> np.ndarray:
         """Repeat every placeholder as often as its picture or video has merged patches."""
         repeats = np.ones(len(ids), dtype=np.int64)
-        merged = self._config.vision_config.spatial_merge_size**2
+        vision_config: Any = self._config.vision_config
+        merged = vision_config.spatial_merge_size**2
         for kind, token, media in (
             ("image", self._config.image_token_id, images),
             ("video", self._config.video_token_id, videos),

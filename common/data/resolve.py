@@ -33,9 +33,10 @@ def resolve_function(name: str, *, key: str) -> Callable[..., Any]:
         )
     try:
         module = _module(module_name)
-    except Exception as error:  # noqa: BLE001 - importing runs the user's code
+    except Exception as error:
         raise InvalidArgument(
-            f"{key} = {name!r}: {module_name!r} cannot be imported: {type(error).__name__}: {error}",
+            f"{key} = {name!r}: {module_name!r} cannot be imported:"
+            f" {type(error).__name__}: {error}",
             key=key,
             value=name,
         ) from error
@@ -46,7 +47,7 @@ def resolve_function(name: str, *, key: str) -> Callable[..., Any]:
             key=key,
             value=name,
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _module(name: str) -> ModuleType:

@@ -6,12 +6,15 @@ own, so that a one-digit answer is one sampled token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

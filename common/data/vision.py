@@ -6,6 +6,7 @@ C = channels, E = values of one channel of one patch, D = C x Tp x E.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,8 @@ class VisionProcessor:
         limits = (min_pixels, max_pixels)
         self._images = _processor(model_path, config, image, limits)
         self._frames = _processor(model_path, config, video, limits)
-        self._temporal_patch: int = config.vision_config.temporal_patch_size
+        vision: Any = config.vision_config
+        self._temporal_patch: int = vision.temporal_patch_size
 
     def image(self, part: Mapping[str, Any], sample: str) -> Patches:
         """Process one ``{"type": "image", "image": ...}``. Raises: SampleError."""
@@ -159,7 +161,7 @@ def seconds_per_frame(frames: int, *, fps: Any = None, indices: Any = None) -> f
     places = [int(index) for index in indices]
     if len(places) != frames:
         raise ValueError(f"{len(places)} frames_indices for {frames} frames")
-    if any(later <= earlier for earlier, later in zip(places, places[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(places)):
         raise ValueError(f"frames_indices {places} do not increase")
     if frames == 1:
         return 1.0 / rate
@@ -230,10 +232,8 @@ def _processor(
             path=str(folder),
         )
     given = {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-    processor = Qwen2VLImageProcessorPil(
-        size={edge: size[edge] for edge in edges}, **given
-    )
-    vision = config.vision_config
+    processor = Qwen2VLImageProcessorPil(size={edge: size[edge] for edge in edges}, **given)
+    vision: Any = config.vision_config
     for name, has, needs in (
         ("patch_size", processor.patch_size, vision.patch_size),
         ("merge_size", processor.merge_size, vision.spatial_merge_size),

@@ -101,7 +101,7 @@ class SampleReader:
         dataset = self.dataset(split)
         try:
             row = dataset[index]
-        except Exception as error:  # noqa: BLE001 - the user's code
+        except Exception as error:
             raise SampleError(
                 SampleFault.UNREADABLE_ROW,
                 sample,

@@ -122,7 +122,7 @@ def _scaled(logits_RV: Tensor, params: SamplingParams) -> Tensor:
 def _cumulative(scaled_RV: Tensor) -> Tensor:
     """Unnormalised cumulative distribution [R, V].
 
-    Its end is the normaliser: a sum along one row, which a reduction may split by the batch's shape.
+    Its end is the normaliser: this sum runs along each row alone, whatever the batch's shape.
     """
     return scaled_RV.exp().cumsum(dim=1)
 
@@ -151,12 +151,10 @@ def _truncated(allowed_RV: Tensor, params: SamplingParams) -> Tensor:
 
 def _invert(cumulative_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     """First token whose cumulative weight exceeds uniform x total; never one of weight 0."""
-    total_R = cumulative_RV[:, -1]
-    # Rounding may carry the product up to the total itself, which no cumulative weight exceeds.
-    below_total_R = torch.nextafter(total_R, torch.zeros_like(total_R))
-    target_R = torch.minimum(uniforms_R.to(torch.float64) * total_R, below_total_R)
-    tokens_R1 = torch.searchsorted(cumulative_RV, target_R.unsqueeze(1), right=True)
-    return tokens_R1.squeeze(1).clamp_(max=cumulative_RV.shape[1] - 1)
+    # At most (1 - 2**-53) x total, the product never rounds up to the total: one always exceeds it.
+    target_R1 = (uniforms_R * cumulative_RV[:, -1]).unsqueeze(1)
+    tokens_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
+    return tokens_R.clamp_(max=cumulative_RV.shape[1] - 1)  # in rows of NaN nothing exceeds
 
 
 def _first_maximum(scores_RV: Tensor) -> Tensor:

@@ -116,7 +116,8 @@ class VisionSpec(FrozenConfig):
             raise ValueError(f"window ({self.window}) must be a multiple of patch x merge ({unit})")
         if not all(0 <= block < self.depth for block in self.full_attention_blocks):
             raise ValueError(
-                f"full_attention_blocks {self.full_attention_blocks} must lie in 0..{self.depth - 1}"
+                f"full_attention_blocks {self.full_attention_blocks} must lie in"
+                f" 0..{self.depth - 1}"
             )
         if not unit * unit <= self.min_pixels <= self.max_pixels:
             raise ValueError(
@@ -202,7 +203,7 @@ def build_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5
     """The Hugging Face configuration of ``spec`` for this tokenizer's vocabulary."""
     text, vision = spec.text, spec.vision
     ids = {
-        token: int(tokenizer.convert_tokens_to_ids(token))
+        token: tokenizer.convert_tokens_to_ids(token)
         for token in (END_OF_TEXT, TURN_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
     }
     return Qwen2_5_VLConfig(
@@ -250,7 +251,7 @@ def build_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5
 def rotary_sections(head_dim: int) -> tuple[int, int, int]:
     """Split half a head into temporal, height and width frequencies, about 2 : 3 : 3."""
     half = head_dim // 2
-    side = round(half * 3 / 8)
+    side = half * 3 // 8
     return half - 2 * side, side, side
 
 
@@ -300,11 +301,12 @@ def _write(
     model: Qwen2_5_VLForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
+    text: Any = config.text_config
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     model.generation_config = GenerationConfig(
-        bos_token_id=config.text_config.bos_token_id,
-        eos_token_id=[config.text_config.eos_token_id, config.text_config.bos_token_id],
-        pad_token_id=config.text_config.pad_token_id,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=[text.eos_token_id, text.bos_token_id],
+        pad_token_id=text.pad_token_id,
         do_sample=True,
     )
     model.save_pretrained(folder, max_shard_size=size_bytes // spec.shards)

@@ -31,7 +31,7 @@ from common.step.machine import (
 )
 from common.step.tasks import Task
 from common.worker.context import RunContext
-from common.worker.link import Link, LinkDown
+from common.worker.link import Link
 from common.worker.messages import (
     Configure,
     EventArrived,
@@ -93,6 +93,7 @@ class WorkerActor(Actor[Message]):
         self._last_seen: tuple[RunId, int, Epoch] | None = None
         self._draining: list[asyncio.Future[None]] = []
         self._quiet = False
+        self._shut_down = False
 
     # ---------------------------------------------------------------- messages
 
@@ -256,6 +257,7 @@ class WorkerActor(Actor[Message]):
             self._phase = RunPhase.CONFIGURING
             self._link = await Link.open(self._deployment, self.participant, self.incarnation)
             self.spawn(f"events {self._link.number}", self._pump(self._link))
+            self.spawn(f"broker {self._link.number}", self._watch(self._link))
             self._context = RunContext(
                 run_id=ask.run_id,
                 recipe=ask.recipe,
@@ -276,8 +278,11 @@ class WorkerActor(Actor[Message]):
         try:
             async for event in link.events():
                 await self.mailbox.put(EventArrived(event=event))
-        except (LinkDown, RollplexError) as error:
+        except RollplexError as error:
             await self.mailbox.put(LinkLost(link=link.number, reason=str(error)))
+
+    async def _watch(self, link: Link) -> None:
+        await self.mailbox.put(LinkLost(link=link.number, reason=await link.broken()))
 
     def _release_asked(self, ask: Release) -> None:
         if self._context is None or self._context.run_id != ask.run_id:
@@ -356,7 +361,10 @@ class WorkerActor(Actor[Message]):
         )
 
     async def shut_down(self) -> None:
-        """Drop the step, give up the run, stop the compute thread."""
+        """Drop the step, give up the run, stop the compute thread. Idempotent."""
+        if self._shut_down:
+            return
+        self._shut_down = True
         if self._machine is not None:
             self._execute(self._machine.reset())
         await self._teardown()

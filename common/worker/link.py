@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator
 
@@ -43,22 +42,18 @@ class Link:
         return cls(broker, bus)
 
     async def events(self) -> AsyncIterator[Event]:
-        """The node's order, until either connection ends. Raises LinkDown with the cause."""
-        closed = asyncio.ensure_future(self.broker.closed.wait())
-        stream = aiter(self.bus.events())
-        try:
-            while True:
-                arrival = asyncio.ensure_future(anext(stream))
-                await asyncio.wait({arrival, closed}, return_when=asyncio.FIRST_COMPLETED)
-                if not arrival.done():
-                    arrival.cancel()
-                    raise LinkDown(f"broker: {self.broker.closed_reason}")
-                item = arrival.result()
-                if isinstance(item, HubRestarted):
-                    raise LinkDown(f"the hub is another incarnation: {item}")
-                yield item
-        finally:
-            closed.cancel()
+        """The node's order. Raises LinkDown when the hub is another one, BusErrors as they are."""
+        async for item in self.bus.events():
+            if isinstance(item, HubRestarted):
+                raise LinkDown(
+                    f"the hub {item.old_incarnation} was replaced by {item.new_incarnation}"
+                )
+            yield item
+
+    async def broken(self) -> str:
+        """Waits until the data plane's connection has ended; returns why."""
+        await self.broker.closed.wait()
+        return self.broker.closed_reason
 
     async def close(self) -> None:
         """Close both. Idempotent."""

@@ -51,7 +51,7 @@ class PromptText:
             image_grid_thw=grids,
             pixel_values_videos=nothing,
             video_grid_thw=grids,
-            second_per_grid_ts=nothing[:, 0],
+            second_per_grid_ts=torch.zeros(0),
         )
         return prompt.to(device)
 

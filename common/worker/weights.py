@@ -54,7 +54,7 @@ class ModelShape:
 def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> ModelShape:
     """Read the configuration and lay out the weights. Raises ModelFilesError."""
     config = load_config(path)
-    model = empty_model(config, device="meta", dtype=context.dtype)
+    model = empty_model(config, dtype=context.dtype)
     return ModelShape(
         config=config,
         layout=weight_layout(model, train_vision=train_vision, dtype=context.dtype),

@@ -43,7 +43,9 @@ class StepWork(Protocol):
 class RunWork(Protocol):
     """One worker's part in a run, for one connection to the broker."""
 
-    lanes: tuple[Lane, ...]
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Which tasks this service does, and which of them share an executor."""
 
     async def prepare(self) -> Prepared:
         """Make sure that a step can begin; also after a failed one. Idempotent."""

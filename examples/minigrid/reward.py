@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from examples.minigrid.planner import ACTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def best_action(completion: str, row: Mapping[str, Any]) -> float:

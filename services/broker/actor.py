@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections import deque
 from typing import TYPE_CHECKING
 
+from common.actor.machine import InvalidTransition
 from common.errors import RollplexError
 from common.events import Event
 from common.events.bodies import (
@@ -102,6 +104,11 @@ class BrokerActor:
         for generation in list(self._memory):
             self._arena.free(self._memory.pop(generation))
 
+    @property
+    def participants(self) -> int:
+        """How many participants are connected."""
+        return self._state.participants
+
     def ledger(self, run_id: RunId | None = None) -> LedgerView:
         """Who holds how many bytes until when."""
         return self._state.ledger(run_id)
@@ -183,6 +190,9 @@ class BrokerActor:
         try:
             for instruction in self._state.handle(event):
                 self._carry_out(instruction)
+        except InvalidTransition as error:
+            self._break(error)
+            raise
         finally:
             self._busy = False
         self._drain()
@@ -196,17 +206,22 @@ class BrokerActor:
         self._busy = True
         try:
             while self._queue and not self.failed.is_set():
-                for instruction in self._state.handle(self._queue.popleft()):
+                event = self._queue.popleft()
+                for instruction in self._state.handle(event):
                     self._carry_out(instruction)
-        except Exception as error:
-            # The books cannot be trusted any more. Raised into the event loop it would be logged
-            # and forgotten, so whoever runs the process is told to end it.
-            log.exception("the broker's state is broken")
-            self.failure = error
-            self.failed.set()
+                if isinstance(event, events.MemoryFailed):
+                    del self._unmade[event.generation]
+        except Exception as error:  # noqa: BLE001 - the event loop would log it and go on
+            self._break(error)
         finally:
             self._busy = False
         self._set_timer()
+
+    def _break(self, error: Exception) -> None:
+        """The books cannot be trusted any more: have the process ended."""
+        log.error("the broker's state is broken", exc_info=error)
+        self.failure = error
+        self.failed.set()
 
     def _set_timer(self) -> None:
         due_ns = self._state.next_deadline_ns()
@@ -271,7 +286,7 @@ class BrokerActor:
         except OSError as error:
             reason = f"{order.size_bytes} bytes for {order.name}: {error}"
             log.warning("the system gave no memory", extra={"reason": reason})
-            self._unmade = {order.generation: reason}
+            self._unmade[order.generation] = reason
             self._queue.append(
                 events.MemoryFailed(
                     at_ns=time.monotonic_ns(), generation=order.generation, reason=reason
@@ -283,10 +298,16 @@ class BrokerActor:
         for handle in handles_of(reply):
             if handle.generation in self._unmade:
                 reason = f"the system gave no memory: {self._unmade[handle.generation]}"
-                error = ArenaFull(f"{reason}\n{self._state.ledger().table()}")
-                self._reply(instructions.Refuse(origin=reply.origin, error=error))
+                full = ArenaFull(f"{reason}\n{self._state.ledger().table()}")
+                self._reply(instructions.Refuse(origin=reply.origin, error=full))
                 return
-            fds.append(self._memory[handle.generation].export(writable=handle.writable))
+            try:
+                fds.append(self._memory[handle.generation].export(writable=handle.writable))
+            except OSError as error:
+                for fd in fds:
+                    os.close(fd)
+                self._plane.disconnect(reply.origin.session, f"no descriptor for it: {error}")
+                return
         message = reply_to_proto(reply, device=self.device)
         self._plane.send(reply.origin.session, message, tuple(fds))
 

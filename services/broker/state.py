@@ -119,6 +119,11 @@ class BrokerState:
             rows=tuple(row for row in rows if run_id in (None, row.run_id)),
         )
 
+    @property
+    def participants(self) -> int:
+        """How many participants are connected."""
+        return len(self._sessions)
+
     def open_runs(self) -> list[Fence]:
         """The open runs with their epochs."""
         return self._runs.open

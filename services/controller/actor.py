@@ -9,20 +9,21 @@ import asyncio
 import itertools
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from common.actor import Actor, TaskCancelled, TaskEnded
-from common.errors import AlreadyExists, NotFound, RollplexError, Stale
+from common.errors import FailedPrecondition, NotFound, RollplexError, Stale
 from services.controller import instructions as do
 from services.controller import messages as got
 from services.controller.feed import RunFeed
 from services.controller.fleet import PeerFailed
 from services.controller.lane import LedgerLane
 from services.controller.phase import Phase
+from services.controller.record import RunState
 from services.controller.settings import read_recipe, run_settings
 from services.controller.state import RunMachine
-from services.controller.work import Executor, Writer
+from services.controller.work import Executor, Writer, now_unix_ms
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from services.controller.broker import BrokerPort, Opened
     from services.controller.config import ControllerConfig
     from services.controller.fleet import Fleet, PhaseSeen
-    from services.controller.record import History, RunRecord, RunState, StepRecord
+    from services.controller.record import History, RunRecord, StepRecord
     from services.controller.store import Store
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,19 @@ class PhasesSeen:
     phases: list[PhaseSeen]
 
 
-Message = AddRun | Ask | Tell | Saved | PhasesSeen
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """Answered when every message before it is handled."""
+
+    answer: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """First message: start the tasks that live as long as the actor."""
+
+
+Message = Begin | Settle | AddRun | Ask | Tell | Saved | PhasesSeen
 
 
 class ControllerActor(Actor[Message]):
@@ -116,11 +129,17 @@ class ControllerActor(Actor[Message]):
         self._numbers = itertools.count(1)
         self._requests = itertools.count(1)
         self._checkpoints: dict[int, asyncio.Future[do.AnswerCheckpoint]] = {}
+        self.mailbox.offer(Begin())
+
+    async def load(self) -> None:
+        """Take up what the ledger holds. Comes before `run`; waits while Redis is away."""
+        for record, history in await self._store.load():
+            self.feeds[record.run_id] = RunFeed(record)
+            if not record.state.ended:
+                self.mailbox.offer(AddRun(record=record, history=history))
 
     async def run(self) -> None:
-        """Take up what the ledger holds, then serve until `stop`. Waits while Redis is away."""
-        for record, history in await self._store.load():
-            self.mailbox.offer(AddRun(record=record, history=history))
+        """Work on the runs until `stop`."""
         try:
             await super().run()
         finally:
@@ -128,10 +147,13 @@ class ControllerActor(Actor[Message]):
 
     async def handle(self, message: Message | TaskEnded) -> None:
         """Handle one message."""
-        if _LANE not in self.running_tasks and not self._ended_lane(message):
-            self.spawn(_LANE, self._lane.run())
-            self.spawn(_POLL, self._poll())
         match message:
+            case Begin():
+                self.spawn(_LANE, self._lane.run())
+                self.spawn(_POLL, self._poll())
+            case Settle():
+                if not message.answer.done():
+                    message.answer.set_result(None)
             case AddRun():
                 self._add(message)
             case Ask():
@@ -168,6 +190,12 @@ class ControllerActor(Actor[Message]):
         finally:
             self._checkpoints.pop(request, None)
 
+    async def settled(self) -> None:
+        """Wait until the messages sent so far are handled, so that `feeds` shows their effect."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self.mailbox.put(Settle(answer=answer))
+        await answer
+
     async def add(self, record: RunRecord) -> None:
         """A run was written to the ledger."""
         await self.mailbox.put(AddRun(record=record))
@@ -183,17 +211,24 @@ class ControllerActor(Actor[Message]):
 
     def _add(self, message: AddRun) -> None:
         record = message.record
-        if record.run_id in self.feeds:
+        if record.run_id in self._machines or record.state.ended:
             return
-        self.feeds[record.run_id] = RunFeed(record)
-        if record.state.ended:
+        self.feeds.setdefault(record.run_id, RunFeed(record))
+        try:
+            recipe = read_recipe(record.recipe_json)
+        except RollplexError as error:
+            # Written by another version of this program.
+            self._give_up(record, f"the recipe cannot be read any more: {error}")
             return
-        recipe = read_recipe(record.recipe_json)
         settings = run_settings(recipe, train_rows=record.train_rows, eval_rows=record.eval_rows)
         self._machines[record.run_id] = RunMachine(
             record, settings, self._config.failures, message.history
         )
         self._start_next()
+
+    def _give_up(self, record: RunRecord, reason: str) -> None:
+        failed = replace(record, state=RunState.FAILED, reason=reason, ended_unix_ms=now_unix_ms())
+        self._write(lambda: self._store.save(failed), Saved(record=failed))
 
     def _start_next(self) -> None:
         if self._active is None and self._machines:
@@ -229,7 +264,9 @@ class ControllerActor(Actor[Message]):
         feed = self.feeds.get(run_id)
         if feed is None:
             return NotFound(f"there is no run {run_id}")
-        return AlreadyExists(f"run {run_id} has {feed.record.state}; it takes no commands any more")
+        return FailedPrecondition(
+            f"run {run_id} has {feed.record.state}; it takes no commands any more"
+        )
 
     def _advance(self, machine: RunMachine, message: got.Message) -> None:
         before = machine.phase
@@ -311,22 +348,15 @@ class ControllerActor(Actor[Message]):
         self._work_name = ""
 
     def _task_ended(self, ended: TaskEnded) -> None:
-        if self._ended_lane(ended):
-            assert ended.error is not None
-            if isinstance(ended.error, Stale):
-                log.error("another controller has taken over", extra={"cause": str(ended.error)})
-            raise ended.error
         if isinstance(ended.error, TaskCancelled):
             return
+        if isinstance(ended.error, Stale) and ended.name == _LANE:
+            log.error("another controller has taken over", extra={"cause": str(ended.error)})
         if ended.error is not None:
             raise ended.error
-        if ended.name == self._work_name:
+        if ended.name == self._work_name and self._active is not None:
             self._work_name = ""
-        if ended.name.startswith("work ") and self._active is not None:
             self._advance(self._machines[self._active], ended.result)
-
-    def _ended_lane(self, message: Message | TaskEnded) -> bool:
-        return isinstance(message, TaskEnded) and message.name == _LANE
 
     def _run_over(self, instruction: do.RunOver) -> None:
         run_id = instruction.run_id
@@ -401,7 +431,3 @@ class ControllerActor(Actor[Message]):
         self.phases = phases
         if self._active is not None:
             self.feeds[self._active].phases(phases)
-
-    def active_state(self) -> RunState | None:
-        """The state of the active run; None: nothing is to be done."""
-        return self.feeds[self._active].record.state if self._active is not None else None

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from common.config.base import FrozenConfig
+from common.config.loading import load_config
+
+if TYPE_CHECKING:
+    from common.config.deployment import Deployment
+
+CONFIG_FILE = "controller.toml"
+"""In the deployment's `state_dir`; absent: the defaults."""
 
 
 class FailurePolicy(FrozenConfig):
@@ -41,3 +50,13 @@ class ControllerConfig(FrozenConfig):
     """Between two looks for missing services."""
     preflight_deadline_s: float = Field(default=120.0, gt=0)
     """Time for checking data and rewards before a run is accepted."""
+
+
+def load_controller_config(deployment: Deployment) -> ControllerConfig:
+    """Read `controller.toml` of the deployment's `state_dir`, if there is one.
+
+    Raises:
+        ConfigError: a wrong value in it.
+    """
+    path = deployment.state_dir / CONFIG_FILE
+    return load_config(ControllerConfig, path if path.exists() else None)

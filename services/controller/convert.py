@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from common.registry.client import ServiceEntry
     from services.controller.fleet import PhaseSeen
 
-_STATES: dict[RunState, pb.RunState] = {
+_STATES: dict[RunState, pb.RunState.ValueType] = {
     RunState.PENDING: pb.RUN_STATE_PENDING,
     RunState.CONFIGURING: pb.RUN_STATE_CONFIGURING,
     RunState.RUNNING: pb.RUN_STATE_RUNNING,

@@ -1,6 +1,6 @@
 """The latest state of one run for any number of watchers.
 
-A watcher that is slower than the run sees the latest state, not every one: nothing is queued for it.
+A watcher that is slower than the run sees the latest state, not every one: nothing is queued.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _HEALTH_DEADLINE_S = 1.0
 _FAILED_PEERS_GRACE_S = 1.0
-_BUSY_PAUSE_S = 0.5
+_BUSY_PAUSE_S = 0.2
+_STEP_END_PATIENCE_S = 5.0
 
 ServingProblem = str
 """Why a service cannot take part yet, in words."""
@@ -163,12 +164,13 @@ class Fleet:
         """Have the learner write a checkpoint of what it holds."""
         learner = Participant(service=Service.LEARNER)
         request = worker_pb2.SaveCheckpointRequest(run_id=run_id, epoch=epoch)
-        reply: worker_pb2.SaveCheckpointReply = await self._call(
+        timeout = self._config.failures.checkpoint_deadline_s
+        reply: worker_pb2.SaveCheckpointReply = await self._call_when_free(
             learner,
             "checkpoint",
-            lambda stub: stub.SaveCheckpoint(
-                request, timeout=self._config.failures.checkpoint_deadline_s
-            ),
+            lambda stub: stub.SaveCheckpoint(request, timeout=timeout),
+            # It may not have seen the end of the step yet.
+            patience_s=_STEP_END_PATIENCE_S,
         )
         return reply
 
@@ -230,22 +232,32 @@ class Fleet:
         self, participant: Participant, request: worker_pb2.ConfigureRequest
     ) -> worker_pb2.ConfigureReply:
         deadline_s = self._config.failures.configure_deadline_s
-        give_up_s = asyncio.get_running_loop().time() + deadline_s
+        reply: worker_pb2.ConfigureReply = await self._call_when_free(
+            participant,
+            "configure",
+            lambda stub: stub.Configure(request, timeout=deadline_s),
+            # It may be busy with an earlier Configure, whose caller has gone.
+            patience_s=deadline_s,
+        )
+        return reply
+
+    async def _call_when_free(
+        self,
+        participant: Participant,
+        what: str,
+        call: Callable[[Any], Any],
+        *,
+        patience_s: float,
+    ) -> Any:
+        give_up_s = asyncio.get_running_loop().time() + patience_s
         while True:
             try:
-                reply: worker_pb2.ConfigureReply = await self._call(
-                    participant,
-                    "configure",
-                    lambda stub: stub.Configure(request, timeout=deadline_s),
-                )
+                return await self._call(participant, what, call)
             except PeerFailed as error:
-                # Busy with an earlier Configure, whose caller has gone.
                 busy = isinstance(error.cause, FailedPrecondition)
                 if not busy or asyncio.get_running_loop().time() > give_up_s:
                     raise
                 await asyncio.sleep(_BUSY_PAUSE_S)
-            else:
-                return reply
 
     async def _call(self, participant: Participant, what: str, call: Callable[[Any], Any]) -> Any:
         try:

@@ -18,6 +18,7 @@ WINDOW_TASK = "window"
 """`task` of the timeline lines that show the decode window."""
 
 _NS_PER_S = 1e9
+_WINDOW_EDGES = (bodies.WindowOpened, bodies.WindowClosed)
 _PREFIX_TASKS = frozenset({Task.POLICY_PREFIX, Task.REFERENCE_PREFIX})
 
 Span = tuple[int, int]
@@ -62,7 +63,7 @@ class StepObserver:
         if event.event_id in self._seen or not self.view.apply(event):
             return False
         self._seen.add(event.event_id)
-        if event.work is not None:
+        if event.work is not None and not isinstance(event.body, _WINDOW_EDGES):
             self._spans.append((event, event.work))
         match event.body:
             case bodies.StepBegan():
@@ -89,9 +90,9 @@ class StepObserver:
         plan = self.view.plan
         wall_s = self._wall_s()
         metrics = {
+            **self._learner_metrics(),
             **self._rollout_metrics(wall_s),
             **self._time_metrics(),
-            **self._learner_metrics(),
         }
         if plan.mode is StepMode.TRAIN:
             margin = self._update_order_margin_s(previous_update_end_ns)
@@ -144,10 +145,10 @@ class StepObserver:
         return metrics
 
     def _time_metrics(self) -> dict[str, float]:
-        totals: dict[Task, int] = {}
+        by_task: dict[Task, list[Span]] = {}
         for _, span in self._spans:
-            totals[span.task] = totals.get(span.task, 0) + span.end_ns - span.start_ns
-        metrics = {f"time_{task}_s": total / _NS_PER_S for task, total in totals.items()}
+            by_task.setdefault(span.task, []).append((span.start_ns, span.end_ns))
+        metrics = {f"time_{task}_s": covered_ns(s) / _NS_PER_S for task, s in by_task.items()}
         metrics["window_s"] = sum(end - start for start, end in self._windows) / _NS_PER_S
         prefixes = [(s.start_ns, s.end_ns) for _, s in self._spans if s.task in _PREFIX_TASKS]
         vision = sorted(
@@ -187,6 +188,15 @@ def overlap_fraction(spans: Sequence[Span], windows: Sequence[Span]) -> float | 
         for opened, closed in windows
     )
     return inside / total
+
+
+def covered_ns(spans: Sequence[Span]) -> int:
+    """Length of the union of the spans: groups decode at the same time."""
+    total, reached = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _span_record(

@@ -14,8 +14,12 @@ from services.controller.plans import RunSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from common.ids import StepIndex
+
+RESPONSES_FOLDER = "responses"
+"""Where the rollout keeps a run's recorded responses, inside the run's folder."""
 
 
 def read_recipe(recipe_json: str) -> Recipe:
@@ -43,9 +47,13 @@ def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int) -> RunSetti
         max_drop_fraction=recipe.data.max_drop_fraction,
         needs_reference=recipe.needs_reference,
         step_deadline_s=training.step_deadline_s,
-        replay_dir=str(training.replay_from) if training.replay_from is not None else None,
+        replay_dir=_replay_dir(training.replay_from),
         order=partial(_order, recipe.seed, training.prompts_per_step, train_rows),
     )
+
+
+def _replay_dir(run_dir: Path | None) -> str | None:
+    return None if run_dir is None else str(run_dir.absolute() / RESPONSES_FOLDER)
 
 
 def _order(seed: int, prompts_per_step: int, rows: int, step: StepIndex) -> Sequence[int]:

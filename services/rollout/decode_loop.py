@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from common.ids import GroupId
 from common.step.tasks import Task
@@ -66,7 +67,7 @@ class DecodeLoop:
             self._changed.clear()
             added, self._added = self._added, []
             dropped, self._dropped = self._dropped, []
-            timed = await self._scope.run(Task.DECODE, lambda a=added, d=dropped: self._turn(a, d))
+            timed = await self._scope.run(Task.DECODE, partial(self._turn, added, dropped))
             turn, waits, done = timed.value
             yield turn
 

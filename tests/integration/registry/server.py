@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.registry.embedded import EmbeddedServer, find_server, wait_ready
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class RedisServer:
@@ -20,7 +23,9 @@ class RedisServer:
         self.url = f"unix://{folder}/redis.sock"
 
     async def start(self) -> None:
-        self._process = subprocess.Popen(self._server.command, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - stopped outside the loop too
+            self._server.command, stdout=subprocess.DEVNULL
+        )
         await wait_ready(self.url, timeout_s=20)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:

@@ -20,9 +20,10 @@ def test_scaled_advantages_use_the_sample_deviation():
 
 
 @pytest.mark.parametrize("scale_by_std", [True, False])
-@pytest.mark.parametrize("rewards", [[0.7], [0.1, 0.1, 0.1], [1e9 + 0.1] * 7, []])
+@pytest.mark.parametrize("rewards", [[0.7], [0.1] * 3, [0.1] * 11, [1e9 + 0.1] * 7, []])
 def test_singletons_and_equal_rewards_have_advantage_zero_exactly(rewards, scale_by_std):
-    advantages = group_advantages(torch.tensor(rewards), scale_by_std=scale_by_std)
+    given = torch.tensor(rewards, dtype=torch.float64)
+    advantages = group_advantages(given, scale_by_std=scale_by_std)
     assert advantages.tolist() == [0.0] * len(rewards)
 
 

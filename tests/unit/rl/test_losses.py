@@ -69,7 +69,7 @@ def naive(batch, config):
     ids=["no-kl", "k3", "k2", "k1-in-reward"],
 )
 def test_loss_and_gradient_equal_a_naive_formula_with_clipping_on_both_sides(config):
-    batch = scored([7, 0, 12, 1, 9])
+    batch = scored([70, 0, 120, 1, 90])
     loss, sums = policy_loss(batch, config)
     (gradient,) = torch.autograd.grad(loss, batch.logprobs)
     expected, low, high = naive(batch, config)

@@ -1,0 +1,1 @@
+"""Images, and what runs inside them beside the services."""

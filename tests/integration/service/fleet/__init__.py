@@ -1,0 +1,1 @@
+"""Six tiny services, placed as the real ones are."""

@@ -1,0 +1,250 @@
+"""Random histories: whatever happens in whatever order, the invariants hold and nothing leaks.
+
+The driver validates the state after each event, and refuses a second answer to a request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.errors import RollplexError
+from common.ids import Epoch, LeaseId, Participant
+from common.tensors.storage import HoldKind, StorageSpec
+from services.broker import events
+from services.broker.instructions import (
+    ReplyAcquired,
+    ReplyAllocated,
+    ReplyHeld,
+    ReplyStorageOpened,
+)
+from tests.unit.broker.driver import ENCODER, LEARNER, REFERENCE, ROLLOUT, RUN, Driver, pages
+
+if TYPE_CHECKING:
+    from services.broker.events import HoldId, StorageId
+
+EVERYBODY = (LEARNER, ENCODER, ROLLOUT, REFERENCE)
+who = st.sampled_from(EVERYBODY)
+timeouts = st.sampled_from([0.0, 1.0, 50.0])
+CAPACITY_PAGES = 6
+
+
+class Histories(RuleBasedStateMachine):
+    """Participants that mostly follow the protocol, and sometimes do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drive = Driver(capacity_pages=CAPACITY_PAGES)
+        self.epoch = 1
+        self.drive.begin(1)
+        self.requests: dict[int, tuple[Participant, object]] = {}
+        self.filling: list[tuple[Participant, LeaseId]] = []
+        self.held: list[tuple[Participant, LeaseId]] = []
+        self.holds: list[tuple[Participant, HoldId, HoldKind]] = []
+        self.storage: StorageId | None = None
+        self.leases: list[LeaseId] = []
+
+    def _collect(self) -> None:
+        """Take in what was granted meanwhile."""
+        for request, (participant, asked) in list(self.requests.items()):
+            if self.drive.waits(request):
+                continue
+            del self.requests[request]
+            reply = self.drive.answers[request]
+            if participant not in self.drive.joined:
+                continue
+            match reply:
+                case ReplyAllocated():
+                    self.filling.append((participant, reply.lease_id))
+                    self.leases.append(reply.lease_id)
+                case ReplyAcquired():
+                    self.held.extend((participant, lease) for lease in asked)
+                case ReplyStorageOpened():
+                    self.storage = reply.storage_id
+                case ReplyHeld():
+                    self.holds.append((participant, reply.hold_id, asked))
+
+    def _note(self, request: int, participant: Participant, asked: object = None) -> None:
+        self.requests[request] = (participant, asked)
+        self._collect()
+
+    @rule(
+        producer=who,
+        consumers=st.lists(who, min_size=1, max_size=3, unique=True),
+        size=st.integers(0, CAPACITY_PAGES + 1),
+        wait=st.booleans(),
+        timeout_s=timeouts,
+        stale=st.booleans(),
+    )
+    def allocate(self, producer, consumers, size, wait, timeout_s, stale) -> None:
+        epoch = self.epoch - (1 if stale and self.epoch > 1 else 0)
+        request = self.drive.allocate(
+            producer,
+            *consumers,
+            epoch=epoch,
+            size_pages=size,
+            wait=wait,
+            timeout_s=timeout_s,
+        )
+        self._note(request, producer)
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data(), seal=st.booleans())
+    def finish_filling(self, data, seal) -> None:
+        producer, lease = data.draw(st.sampled_from(self.filling))
+        self.filling.remove((producer, lease))
+        if seal:
+            self.drive.seal(producer, lease)
+        else:
+            self.drive.abandon(producer, lease)
+        self._collect()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), consumer=who, timeout_s=timeouts)
+    def acquire(self, data, consumer, timeout_s) -> None:
+        wanted = data.draw(st.lists(st.sampled_from(self.leases), min_size=1, max_size=3))
+        request = self.drive.acquire(consumer, *wanted, epoch=self.epoch, timeout_s=timeout_s)
+        self._note(request, consumer, tuple(wanted))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data) -> None:
+        consumer, lease = data.draw(st.sampled_from(self.held))
+        self.held.remove((consumer, lease))
+        self.drive.release(consumer, lease)
+        self._collect()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), participant=who)
+    def release_anything(self, data, participant) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        if (participant, lease) in self.held:
+            return
+        try:
+            self.drive.release(participant, lease)
+        except RollplexError:
+            return
+        raise AssertionError("a release of what is not held has to be refused")
+
+    @rule(creator=st.sampled_from([LEARNER, ENCODER]), size=st.integers(1, 3), timeout_s=timeouts)
+    def open_storage(self, creator, size, timeout_s) -> None:
+        spec = StorageSpec(
+            tensors=pages(size), readers=(ROLLOUT, REFERENCE), writers=(LEARNER, ENCODER)
+        )
+        self._note(self.drive.open(creator, spec, timeout_s=timeout_s), creator)
+
+    @rule(reader=who, timeout_s=timeouts)
+    def attach(self, reader, timeout_s) -> None:
+        self._note(self.drive.open(reader, timeout_s=timeout_s), reader)
+
+    @precondition(lambda self: self.storage is not None)
+    @rule(
+        participant=who,
+        kind=st.sampled_from(HoldKind),
+        version=st.integers(0, 3),
+        timeout_s=timeouts,
+    )
+    def hold(self, participant, kind, version, timeout_s) -> None:
+        request = self.drive.hold(
+            participant,
+            self.storage,
+            kind,
+            version=version,
+            epoch=self.epoch,
+            timeout_s=timeout_s,
+        )
+        self._note(request, participant, kind)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), publish=st.booleans(), untouched=st.booleans())
+    def end_hold(self, data, publish, untouched) -> None:
+        participant, hold, kind = data.draw(st.sampled_from(self.holds))
+        self.holds.remove((participant, hold, kind))
+        if publish and kind is HoldKind.WRITE:
+            self.drive.publish(participant, hold)
+        else:
+            self.drive.let_go(participant, hold, untouched=untouched)
+        self._collect()
+
+    @rule(participant=who, size=st.integers(0, 3))
+    def reserve(self, participant, size) -> None:
+        request = self.drive.ask(
+            participant, events.ReserveMemory, run_id=RUN, name="mine", size_bytes=size * 4096
+        )
+        self._note(request, participant)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        request = data.draw(st.sampled_from(sorted(self.requests)))
+        self.drive.cancel(self.requests[request][0], request)
+        self._collect()
+
+    @rule(participant=who)
+    def die_and_return(self, participant) -> None:
+        self._bury(participant)
+        self.drive.join(participant)
+        self._collect()
+
+    @rule(abort=st.booleans())
+    def next_epoch(self, abort) -> None:
+        if abort:
+            self.drive.abort(self.epoch)
+        self.epoch += 1
+        self.drive.begin(self.epoch)
+        self._collect()
+
+    @rule(seconds=st.sampled_from([0.5, 10.0]))
+    def pass_time(self, seconds) -> None:
+        self.drive.pass_time(seconds)
+        self._collect()
+
+    @rule()
+    def close_and_reopen(self) -> None:
+        self.drive.do(events.RunClosed, run_id=RUN)
+        self.drive.do(events.RunOpened, run_id=RUN, epoch=Epoch(self.epoch))
+        self.epoch += 1
+        self.drive.begin(self.epoch)
+        self.storage = None
+        self.holds.clear()
+        self._collect()
+
+    @invariant()
+    def memory_is_the_ledger(self) -> None:
+        rows = self.drive.state.ledger().rows
+        known = {row.generation for row in rows if row.generation is not None}
+        assert known == self.drive.memory
+
+    def teardown(self) -> None:
+        self.drive.abort(self.epoch)
+        self._collect()
+        for participant, lease in self.held:
+            self.drive.release(participant, lease)
+        for participant, lease in self.filling:
+            self.drive.abandon(participant, lease)
+        assert self.drive.state.lease_states() == {}
+        for participant in self.drive.joined:
+            self.drive.kill(participant)
+        self.drive.do(events.RunClosed, run_id=RUN)
+        assert self.drive.state.ledger().used_bytes == 0
+        assert not self.drive.memory
+        assert self.drive.state.next_deadline_ns() is None
+
+    def _bury(self, participant: Participant) -> None:
+        self.drive.kill(participant)
+        self.requests = {k: v for k, v in self.requests.items() if v[0] != participant}
+        self.filling = [item for item in self.filling if item[0] != participant]
+        self.held = [item for item in self.held if item[0] != participant]
+        self.holds = [item for item in self.holds if item[0] != participant]
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=60,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

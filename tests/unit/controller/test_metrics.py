@@ -1,0 +1,148 @@
+"""Metrics and timeline of one step."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.events import Event, bodies
+from common.ids import Epoch, GroupId, LeaseId, Participant, Service, StepIndex, WeightsVersion
+from common.step.tasks import Task
+from services.controller.metrics import StepObserver, covered_ns, overlap_fraction
+from tests.unit.controller.kit import RUN, SECOND, SETTINGS, span
+
+ENCODER = Participant(service=Service.PREFIX_ENCODER)
+PLAN = SETTINGS.train_plan(RUN, StepIndex(0), Epoch(1))
+
+
+def _apply(observer, body, *, group=None, work=None, at=0.0, sender=ENCODER, event_id=None):
+    extra = {} if event_id is None else {"event_id": event_id}
+    event = Event(
+        sender=sender,
+        run_id=RUN,
+        step=StepIndex(0),
+        epoch=Epoch(1),
+        body=body,
+        group=None if group is None else GroupId(group),
+        work=work,
+        **extra,
+    )
+    return observer.apply(event, int(at * SECOND))
+
+
+def _encoded(role, version=0):
+    return bodies.PrefixEncoded(
+        role=bodies.ModelRole(role), lease=LeaseId(1), weights_version=WeightsVersion(version)
+    )
+
+
+def _vision():
+    return bodies.PolicyVisionEncoded(lease=None, weights_version=WeightsVersion(0))
+
+
+def _generated(tokens):
+    return bodies.GroupGenerated(
+        lease=LeaseId(1), response_tokens=tokens, decode_iteration=1, weights_version=0
+    )
+
+
+def _observed() -> StepObserver:
+    observer = StepObserver(PLAN, needs_reference=True)
+    _apply(observer, bodies.StepBegan(plan=PLAN), at=100.0)
+    _apply(observer, _vision(), group=0, work=span(Task.POLICY_VISION, 100, 101))
+    _apply(observer, bodies.WindowOpened(), work=span(Task.DECODE, 101, 101))
+    _apply(observer, _vision(), group=1, work=span(Task.POLICY_VISION, 101, 102))
+    # 3 of these 4 seconds are inside the window.
+    _apply(observer, _encoded("policy"), group=0, work=span(Task.POLICY_PREFIX, 102, 104))
+    _apply(observer, _encoded("reference"), group=0, work=span(Task.REFERENCE_PREFIX, 104, 106))
+    for group, tokens in ((0, 30), (1, 10)):
+        _apply(observer, _generated(tokens), group=group)
+        _apply(
+            observer, bodies.GroupRewarded(rewards=(1.0, 0.0, 0.0, 0.0), failures=1), group=group
+        )
+    _apply(
+        observer,
+        bodies.WindowClosed(decode_iterations=30, response_tokens=40),
+        work=span(Task.DECODE, 101, 105),
+    )
+    _apply(
+        observer,
+        bodies.WeightsPublished(weights_version=WeightsVersion(1), metrics={"grad_norm": 2.0}),
+        work=span(Task.UPDATE, 108, 109),
+        at=110.0,
+    )
+    return observer
+
+
+def test_the_metrics_of_a_step():
+    record = _observed().record(previous_update_end_ns=99 * SECOND)
+    assert record.wall_s == 10.0
+    metrics = record.metrics
+    assert metrics["reward_mean"] == 0.25
+    assert metrics["reward_failures"] == 2
+    assert metrics["response_tokens"] == 40
+    assert metrics["response_tokens_mean"] == 5.0
+    assert metrics["tokens_per_s"] == 4.0
+    assert metrics["window_s"] == 4.0
+    assert metrics["time_policy_prefix_s"] == 2.0
+    assert metrics["time_policy_vision_s"] == 2.0
+    assert metrics["prefix_overlap_fraction"] == 0.75
+    assert metrics["hidden_fraction"] == pytest.approx(4 / 5)
+    assert metrics["grad_norm"] == 2.0
+    assert metrics["update_order_margin_s"] == 1.0
+
+
+def test_work_that_ran_ahead_of_the_update_has_a_negative_margin():
+    record = _observed().record(previous_update_end_ns=int(100.5 * SECOND))
+    assert record.metrics["update_order_margin_s"] == -0.5
+
+
+def test_the_timeline_has_every_span_and_the_window():
+    rows = _observed().spans()
+    assert [row.task for row in rows] == [
+        "policy_vision",
+        "policy_vision",
+        "window",
+        "policy_prefix",
+        "reference_prefix",
+        "update",
+    ]
+    window = next(row for row in rows if row.task == "window")
+    assert (window.start_ns, window.end_ns) == (101 * SECOND, 105 * SECOND)
+    assert window.participant == "rollout/0"
+    assert rows[0].to_json()["group"] == 0
+
+
+def test_a_repeated_event_adds_nothing():
+    observer = StepObserver(PLAN, needs_reference=True)
+    work = span(Task.POLICY_VISION, 1, 2)
+    assert _apply(observer, _vision(), group=0, work=work, event_id="e")
+    assert not _apply(observer, _vision(), group=0, work=work, event_id="e")
+    assert len(observer.spans()) == 1
+
+
+def test_windows_without_spans_are_timed_by_arrival():
+    observer = StepObserver(PLAN, needs_reference=True)
+    _apply(observer, bodies.WindowOpened(), at=1.0)
+    _apply(observer, bodies.WindowClosed(decode_iterations=1, response_tokens=1), at=3.0)
+    assert observer.record(None).metrics["window_s"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("spans", "windows", "expected"),
+    [
+        ([(0, 10)], [(0, 10)], 1.0),
+        ([(0, 10)], [(5, 20)], 0.5),
+        ([(0, 10), (10, 20)], [(2, 4), (18, 30)], 0.2),
+        ([(0, 10)], [], 0.0),
+        ([(10, 20)], [(0, 5)], 0.0),
+        ([], [(0, 5)], None),
+        ([(3, 3)], [(0, 5)], None),
+    ],
+)
+def test_overlap_fraction(spans, windows, expected):
+    assert overlap_fraction(spans, windows) == expected
+
+
+def test_the_time_of_a_task_counts_overlapping_spans_once():
+    assert covered_ns([(5, 9), (0, 3), (1, 4), (2, 3)]) == 8
+    assert covered_ns([]) == 0
