@@ -202,7 +202,7 @@ def initialise(spec: ModelSpec, target: Path) -> InitReport:
 def build_config(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     """The Hugging Face configuration of ``spec`` for this tokenizer's vocabulary."""
     text, vision = spec.text, spec.vision
-    ids = {
+    ids: dict[str, Any] = {
         token: tokenizer.convert_tokens_to_ids(token)
         for token in (END_OF_TEXT, TURN_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
     }

@@ -109,8 +109,8 @@ async def controller(redis_server, tmp_path):
     yield controller
     if controller.process is not None:
         controller.end(signal.SIGKILL)
-    if "Traceback" in controller.log.read_text() if controller.log.exists() else False:
-        print(controller.log.read_text())
+    if controller.log.exists():
+        assert "Traceback" not in controller.log.read_text()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 
 from common.errors import NotFound, Stale
@@ -104,7 +105,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         is_learner = self.participant.service is Service.LEARNER
         return worker_pb2.ConfigureReply(
             incarnation=self.incarnation,
-            weights_version=self.node.version if is_learner else None,
+            weights_version=self.node.versions[request.run_id] if is_learner else None,
         )
 
     async def GetStatus(self, request, context):
@@ -115,17 +116,17 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.ReleaseReply()
 
     async def SaveCheckpoint(self, request, context):
-        version = self.node.version
+        version = self.node.versions[request.run_id]
         return worker_pb2.SaveCheckpointReply(path=f"/ckpt/{version}", weights_version=version)
 
 
 @dataclass
 class Node:
-    """All peers of one node. `version` is the learner's durable state: it outlives everything."""
+    """All peers of one node. `versions` is the learner's durable state: it outlives everything."""
 
     url: str
     deployment: str
-    version: int = 0
+    versions: Counter[str] = field(default_factory=Counter)
     arena_bytes: int = 2**40
     hold: set[int] = field(default_factory=set)
     """Steps whose update does not come, until `release_step`."""
@@ -135,7 +136,6 @@ class Node:
     servers: dict[Participant, GrpcServer] = field(default_factory=dict)
     entries: dict[Participant, ServiceEntry] = field(default_factory=dict)
     workers: dict[Participant, ScriptedWorker] = field(default_factory=dict)
-    began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None:
         self.registry = Registry(self.url, self.deployment, ttl_s=2.0)
@@ -204,7 +204,6 @@ class Node:
     async def play(self, plan: StepPlan) -> None:
         """Everything that the workers would say in this step."""
         publish = self.broker.publish
-        self.began.set()
         rollout = Participant(service=Service.ROLLOUT)
         learner = Participant(service=Service.LEARNER)
         for planned in plan.groups:
@@ -230,9 +229,9 @@ class Node:
             self.update(plan, learner)
 
     def update(self, plan: StepPlan, learner=Participant(service=Service.LEARNER)) -> None:
-        self.version = plan.step + 1
+        self.versions[plan.run_id] = plan.step + 1
         published = bodies.WeightsPublished(
-            weights_version=WeightsVersion(self.version), metrics={"loss": 0.5}
+            weights_version=WeightsVersion(plan.step + 1), metrics={"loss": 0.5}
         )
         work = WorkSpan(task=Task.UPDATE, start_ns=plan.step * 10, end_ns=plan.step * 10 + 5)
         self.broker.publish(self.event(published, plan, sender=learner, work=work))

@@ -75,6 +75,8 @@ def row_of(deployment, name):
     return next(row for row in status(deployment) if row.program.name == name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_up_restart_down(node, capsys):
     deployment = node()
     rows = up(deployment, package=FLEET)
@@ -120,6 +122,8 @@ def test_up_restart_down(node, capsys):
     assert list((deployment.state_dir / "run").iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_service_that_does_not_start_is_named_with_its_log(node):
     deployment = node("no-learner")
     with pytest.raises(Unavailable) as caught:

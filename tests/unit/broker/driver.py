@@ -72,6 +72,8 @@ class Driver:
     ) -> list[instructions.Instruction]:
         said = self.state.handle(what(at_ns=self.now_ns, **fields))
         self.state.validate()
+        due_ns = self.state.next_deadline_ns()
+        assert due_ns is None or due_ns > self.now_ns
         for instruction in said:
             match instruction:
                 case instructions.CreateMemory(generation=generation):

@@ -46,6 +46,7 @@ class Histories(RuleBasedStateMachine):
         self.holds: list[tuple[Participant, HoldId, HoldKind]] = []
         self.storage: StorageId | None = None
         self.leases: list[LeaseId] = []
+        self.claims: list[tuple[Participant, LeaseId]] = []
 
     def _collect(self) -> None:
         """Take in what was granted meanwhile."""
@@ -60,6 +61,7 @@ class Histories(RuleBasedStateMachine):
                 case ReplyAllocated():
                     self.filling.append((participant, reply.lease_id))
                     self.leases.append(reply.lease_id)
+                    self.claims.extend((consumer, reply.lease_id) for consumer in asked)
                 case ReplyAcquired():
                     self.held.extend((participant, lease) for lease in asked)
                 case ReplyStorageOpened():
@@ -74,25 +76,23 @@ class Histories(RuleBasedStateMachine):
     @rule(
         producer=who,
         consumers=st.lists(who, min_size=1, max_size=3, unique=True),
-        size=st.integers(0, CAPACITY_PAGES + 1),
+        size=st.sampled_from([1, 1, 1, 2, 3, CAPACITY_PAGES + 1]),
         wait=st.booleans(),
         timeout_s=timeouts,
-        stale=st.booleans(),
     )
-    def allocate(self, producer, consumers, size, wait, timeout_s, stale) -> None:
-        epoch = self.epoch - (1 if stale and self.epoch > 1 else 0)
+    def allocate(self, producer, consumers, size, wait, timeout_s) -> None:
         request = self.drive.allocate(
             producer,
             *consumers,
-            epoch=epoch,
+            epoch=self.epoch,
             size_pages=size,
             wait=wait,
             timeout_s=timeout_s,
         )
-        self._note(request, producer)
+        self._note(request, producer, tuple(consumers))
 
     @precondition(lambda self: self.filling)
-    @rule(data=st.data(), seal=st.booleans())
+    @rule(data=st.data(), seal=st.sampled_from([True, True, True, False]))
     def finish_filling(self, data, seal) -> None:
         producer, lease = data.draw(st.sampled_from(self.filling))
         self.filling.remove((producer, lease))
@@ -102,11 +102,23 @@ class Histories(RuleBasedStateMachine):
             self.drive.abandon(producer, lease)
         self._collect()
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), consumer=who, timeout_s=timeouts)
-    def acquire(self, data, consumer, timeout_s) -> None:
-        wanted = data.draw(st.lists(st.sampled_from(self.leases), min_size=1, max_size=3))
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), timeout_s=timeouts, more=st.booleans())
+    def acquire(self, data, timeout_s, more) -> None:
+        """A consumer takes one, or all, of what was declared for it."""
+        consumer, lease = data.draw(st.sampled_from(self.claims))
+        wanted = [lease]
+        if more:
+            wanted = [claim[1] for claim in self.claims if claim[0] == consumer]
+        self.claims = [c for c in self.claims if c[0] != consumer or c[1] not in wanted]
         request = self.drive.acquire(consumer, *wanted, epoch=self.epoch, timeout_s=timeout_s)
+        self._note(request, consumer, tuple(wanted))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), consumer=who)
+    def acquire_anything(self, data, consumer) -> None:
+        wanted = data.draw(st.lists(st.sampled_from(self.leases), min_size=1, max_size=3))
+        request = self.drive.acquire(consumer, *wanted, epoch=self.epoch, timeout_s=1.0)
         self._note(request, consumer, tuple(wanted))
 
     @precondition(lambda self: self.held)
@@ -129,7 +141,11 @@ class Histories(RuleBasedStateMachine):
             return
         raise AssertionError("a release of what is not held has to be refused")
 
-    @rule(creator=st.sampled_from([LEARNER, ENCODER]), size=st.integers(1, 3), timeout_s=timeouts)
+    @rule(
+        creator=st.sampled_from([LEARNER, ENCODER]),
+        size=st.sampled_from([1, 1, 2]),
+        timeout_s=timeouts,
+    )
     def open_storage(self, creator, size, timeout_s) -> None:
         spec = StorageSpec(
             tensors=pages(size), readers=(ROLLOUT, REFERENCE), writers=(LEARNER, ENCODER)
@@ -169,7 +185,7 @@ class Histories(RuleBasedStateMachine):
             self.drive.let_go(participant, hold, untouched=untouched)
         self._collect()
 
-    @rule(participant=who, size=st.integers(0, 3))
+    @rule(participant=who, size=st.integers(0, 1))
     def reserve(self, participant, size) -> None:
         request = self.drive.ask(
             participant, events.ReserveMemory, run_id=RUN, name="mine", size_bytes=size * 4096
@@ -183,33 +199,26 @@ class Histories(RuleBasedStateMachine):
         self.drive.cancel(self.requests[request][0], request)
         self._collect()
 
-    @rule(participant=who)
-    def die_and_return(self, participant) -> None:
-        self._bury(participant)
-        self.drive.join(participant)
-        self._collect()
-
-    @rule(abort=st.booleans())
-    def next_epoch(self, abort) -> None:
-        if abort:
-            self.drive.abort(self.epoch)
-        self.epoch += 1
-        self.drive.begin(self.epoch)
-        self._collect()
-
     @rule(seconds=st.sampled_from([0.5, 10.0]))
     def pass_time(self, seconds) -> None:
         self.drive.pass_time(seconds)
         self._collect()
 
-    @rule()
-    def close_and_reopen(self) -> None:
-        self.drive.do(events.RunClosed, run_id=RUN)
-        self.drive.do(events.RunOpened, run_id=RUN, epoch=Epoch(self.epoch))
-        self.epoch += 1
-        self.drive.begin(self.epoch)
-        self.storage = None
-        self.holds.clear()
+    @rule(participant=who, what=st.sampled_from(["death", "death", "abort", "step", "close"]))
+    def disturb(self, participant, what) -> None:
+        if what == "death":
+            self._bury(participant)
+            self.drive.join(participant)
+        if what == "close":
+            self.drive.do(events.RunClosed, run_id=RUN)
+            self.drive.do(events.RunOpened, run_id=RUN, epoch=Epoch(self.epoch))
+            self.storage = None
+            self.holds.clear()
+        if what == "abort":
+            self.drive.abort(self.epoch)
+        if what != "death":
+            self.epoch += 1
+            self.drive.begin(self.epoch)
         self._collect()
 
     @invariant()

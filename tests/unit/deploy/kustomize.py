@@ -5,6 +5,8 @@ Anything that this reader does not know in a kustomization is an error, never ig
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -31,6 +33,11 @@ _MERGE_KEYS = {"ports": "containerPort", "volumeMounts": "mountPath"}
 
 def build(folder: Path) -> list[Resource]:
     """Every resource of a kustomization, patched. Generated names carry no hash."""
+    return copy.deepcopy(_build(folder))
+
+
+@cache
+def _build(folder: Path) -> list[Resource]:
     settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
     unknown = set(settings) - _KNOWN
     assert not unknown, f"{folder}: this reader does not know {unknown}"

@@ -1,0 +1,129 @@
+"""A real broker process, and real processes as its participants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest_asyncio
+
+from common.config.deployment import Deployment
+from common.ids import Epoch, Incarnation, Participant, RunId, Service
+from common.tensors.client import BrokerClient
+from common.transport import open_channel
+from protos.rollplex.v1 import broker_pb2 as pb
+from protos.rollplex.v1.broker_pb2_grpc import BrokerStub
+from tests.unit.broker.driver import plan
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+REPOSITORY = Path(__file__).parents[3]
+START_S = 30.0
+ARENA_BYTES = 1 << 26
+LEARNER = Participant(service=Service.LEARNER)
+ENCODER = Participant(service=Service.PREFIX_ENCODER)
+ROLLOUT = Participant(service=Service.ROLLOUT)
+
+
+@dataclass
+class Broker:
+    """The process, its control plane, and how to join it."""
+
+    process: subprocess.Popen[bytes]
+    deployment: Deployment
+    stub: Any
+    clients: list[BrokerClient]
+
+    async def join(self, participant: Participant) -> BrokerClient:
+        client = await BrokerClient.connect(
+            self.deployment.broker_socket, participant, Incarnation("test"), timeout_s=START_S
+        )
+        self.clients.append(client)
+        return client
+
+    async def begin(self, epoch: int, run: str = "run") -> pb.BeginStepReply:
+        request = pb.BeginStepRequest(plan=plan(epoch, run_id=RunId(run)).to_proto())
+        return await self.stub.BeginStep(request)
+
+    async def ledger(self) -> pb.Ledger:
+        return await self.stub.GetLedger(pb.GetLedgerRequest())
+
+    async def settle(self, used_bytes: int) -> pb.Ledger:
+        """Wait until one-way messages have had their effect."""
+        async with asyncio.timeout(10):
+            while True:
+                ledger = await self.ledger()
+                if ledger.used_bytes == used_bytes:
+                    return ledger
+                await asyncio.sleep(0.01)
+
+    @property
+    def fds(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_broker(folder: Path) -> tuple[subprocess.Popen[bytes], Deployment]:
+    values: dict[str, Any] = {
+        "state_dir": str(folder),
+        "http_port_base": 0,
+        "arena_gib": ARENA_BYTES / 2**30,
+        "services": {"broker": {"grpc_port": free_port()}},
+        "redis": {"url": f"unix://{folder}/no-redis.sock"},
+    }
+    config = folder / "deployment.json"
+    config.write_text(json.dumps(values))
+    log = (folder / "broker.log").open("wb")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.broker", "--config", str(config)],
+        cwd=REPOSITORY,
+        stderr=log,
+    )
+    log.close()
+    return process, Deployment.model_validate(values)
+
+
+def stop(process: subprocess.Popen[bytes]) -> int:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(20)
+    finally:
+        process.kill()
+
+
+@pytest_asyncio.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    process, deployment = start_broker(tmp_path)
+    address = deployment.grpc_address(Participant(service=Service.BROKER))
+    channel = open_channel(address)
+    broker = Broker(process, deployment, BrokerStub(channel), [])
+    try:
+        await broker.join(LEARNER)
+        async with asyncio.timeout(START_S):
+            await broker.stub.OpenRun(
+                pb.OpenRunRequest(run_id="run", epoch=Epoch(0)), wait_for_ready=True
+            )
+        await broker.begin(1)
+        yield broker
+    finally:
+        for client in broker.clients:
+            await client.close()
+        await channel.close()
+        code = stop(process)
+    assert code == 0, (tmp_path / "broker.log").read_text()
+    assert not deployment.broker_socket.exists()

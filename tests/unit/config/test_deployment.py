@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.config.base import ConfigError
+from common.config.deployment import (
+    UNIX_SOCKET_PATH_LIMIT_BYTES,
+    Deployment,
+    load_deployment,
+)
+from common.config.environment import read_environment, set_threads
+from common.ids import WORKERS, Participant, Service
+
+BROKER = Participant(service=Service.BROKER)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("ROLLPLEX_STATE_DIR", raising=False)
+    monkeypatch.delenv("ROLLPLEX_CONFIG", raising=False)
+
+
+def test_default_addresses_are_distinct_and_loopback():
+    deployment = load_deployment()
+    assert deployment.controller_address == "127.0.0.1:7400"
+    addresses = [
+        address(participant)
+        for participant in deployment.participants
+        for address in (deployment.grpc_address, deployment.http_address)
+    ]
+    assert len(set(addresses)) == len(addresses) == 12
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
+def test_broker_and_controller_come_before_the_workers():
+    names = [str(participant) for participant in load_deployment().participants]
+    assert names[:2] == ["broker/0", "controller/0"]
+    assert names[2:] == [f"{service}/0" for service in WORKERS]
+
+
+def test_every_rank_has_ports_of_its_own():
+    sets = [f"services.{service}.ranks=10" for service in WORKERS]
+    deployment = load_deployment(None, sets)
+    assert len(deployment.participants) == 42
+    addresses = {deployment.grpc_address(participant) for participant in deployment.participants}
+    assert len(addresses) == 42
+
+
+def test_ports_of_the_system_and_single_exceptions():
+    deployment = load_deployment(None, ["grpc_port_base=0", "services.broker.grpc_port=9000"])
+    assert deployment.grpc_address(BROKER) == "127.0.0.1:9000"
+    assert deployment.controller_address == "127.0.0.1:0"
+    assert deployment.http_address(BROKER) == "127.0.0.1:7501"
+    ranks = load_deployment(None, ["services.learner.ranks=2", "services.learner.grpc_port=0"])
+    assert ranks.grpc_address(Participant(service=Service.LEARNER, rank=1)) == "127.0.0.1:0"
+
+
+def test_workers_share_the_cores_equally_and_the_rest_compute_nothing(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    deployment = load_deployment()
+    threads = {str(p): deployment.threads(p) for p in deployment.participants}
+    assert threads.pop("broker/0") == threads.pop("controller/0") == 1
+    assert set(threads.values()) == {4}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert load_deployment().worker_threads == 1
+    assert load_deployment(None, ["threads_per_worker=3"]).worker_threads == 3
+
+
+def test_set_threads_bounds_every_library():
+    variables = {}
+    set_threads(3, variables)
+    assert variables["OMP_NUM_THREADS"] == variables["MKL_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("length", [10, 80, 85, 90, 200])
+def test_socket_paths_fit_whatever_the_state_dir(tmp_path, length):
+    deployment = Deployment(state_dir=Path("/") / ("x" * length))
+    for path in (
+        deployment.broker_socket,
+        deployment.redis_socket,
+        deployment.supervisor_socket,
+        Path(deployment.hub_address.removeprefix("ipc://")),
+    ):
+        assert len(os.fsencode(path)) <= UNIX_SOCKET_PATH_LIMIT_BYTES
+    other = Deployment(state_dir=Path("/") / ("y" * length))
+    assert deployment.socket_dir != other.socket_dir
+
+
+def test_folders_are_made_private(tmp_path):
+    deployment = Deployment(state_dir=tmp_path / "state")
+    deployment.make_dirs()
+    deployment.make_dirs()
+    for folder in (deployment.state_dir, deployment.log_dir, deployment.redis_dir):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    deployment.socket_dir.rmdir()
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file.*set another state_dir"):
+        Deployment(state_dir=tmp_path / "file").make_dirs()
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"link has to be a folder"):
+        Deployment(state_dir=tmp_path / "link").make_dirs()
+
+
+def test_relative_state_dir_is_where_the_command_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_deployment().state_dir == tmp_path / ".rollplex"
+
+
+def test_environment_gives_file_and_state_dir(tmp_path, monkeypatch):
+    file = tmp_path / "d.toml"
+    file.write_text('name = "there"\nstate_dir = "/ignored"\n')
+    monkeypatch.setenv("ROLLPLEX_CONFIG", str(file))
+    monkeypatch.setenv("ROLLPLEX_STATE_DIR", str(tmp_path / "s"))
+    deployment = load_deployment()
+    assert (deployment.name, deployment.state_dir) == ("there", tmp_path / "s")
+    assert load_deployment(None, ["state_dir=/elsewhere"]).state_dir == Path("/elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ROLLPLEX_STATE_DIR", "", "set but empty"),
+        ("ROLLPLEX_STATE_DIR", __file__, "is a file"),
+        ("ROLLPLEX_CONFIG", "/absent.toml", "is not a file"),
+        ("ROLLPLEX_STATEDIR", "/x", "legal are ROLLPLEX_STATE_DIR, ROLLPLEX_CONFIG"),
+    ],
+)
+def test_bad_environment_raises(name, value, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_environment({name: value})
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("services.broker.ranks=2", "broker runs once a node"),
+        ("redis.url=localhost", "has to begin with redis://"),
+        ("services.lerner.ranks=1", "should be 'controller', 'broker'"),
+        ("device=tpu", "device = 'tpu'"),
+        ("name=Has Space", "name = 'Has Space'"),
+        ("services.learner.ranks=11", "less than or equal to 10"),
+    ],
+)
+def test_wrong_value_is_named(item, words):
+    with pytest.raises(ConfigError, match=words):
+        load_deployment(None, [item])
+
+
+def test_redis_of_the_node_or_the_configured_one():
+    assert load_deployment().redis_url.endswith("/run/redis.sock")
+    assert load_deployment(None, ["redis.url=redis://h:1"]).redis_url == "redis://h:1"
