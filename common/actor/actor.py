@@ -58,6 +58,16 @@ class TaskCancelled(RollplexError):
     """A task was cancelled by its actor before it ended."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A task in `Actor._tasks`, from `spawn` until its work has ended."""
+
+    work: Coroutine[Any, Any, Any]
+    guard: asyncio.Task[None] | None = None
+    started: bool = False
+    cancelled: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnded:
     """A task of this actor has ended. `error` is None exactly when it returned `result`."""
@@ -75,7 +85,7 @@ class Actor(ABC, Generic[Message]):
         self.name = name
         self.mailbox: Mailbox[Message | TaskEnded] = Mailbox(name, mailbox_capacity)
         self._cell = StateCell(TRANSITIONS, name, ActorState.CREATED)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, _Running] = {}
         self._group: asyncio.TaskGroup | None = None
         self._runner: asyncio.Task[Any] | None = None
         self._ended = asyncio.Event()
@@ -109,10 +119,15 @@ class Actor(ABC, Generic[Message]):
                     await self._handle_all()
                 except Exception as error:  # noqa: BLE001 - raised again once the tasks are gone
                     failure = error
-                self.mailbox.close()
-                for task in self._tasks.values():
-                    task.cancel()
+                finally:
+                    self.mailbox.close()
+                    for name in self._tasks:
+                        self.cancel(name)
         finally:
+            # A guard that was cancelled before its first line has not closed its work.
+            for running in self._tasks.values():
+                running.work.close()
+            self._tasks.clear()
             end = ActorState.STOPPED if failure is None else ActorState.FAILED
             self._cell.move(end, repr(failure) if failure else "stop")
             self._ended.set()
@@ -144,12 +159,19 @@ class Actor(ABC, Generic[Message]):
         if name in self._tasks:
             work.close()
             raise AlreadyExists(f"actor {self.name} already runs a task named {name}")
-        self._tasks[name] = self._group.create_task(self._run_task(name, work), name=name)
+        running = self._tasks[name] = _Running(work=work)
+        running.guard = self._group.create_task(self._run_task(name, running), name=name)
 
     def cancel(self, name: str) -> bool:
         """Cancel a task; its `TaskEnded` carries `TaskCancelled`. False: no such task runs."""
-        task = self._tasks.get(name)
-        return task is not None and task.cancel()
+        running = self._tasks.get(name)
+        if running is None or running.guard is None:
+            return False
+        # asyncio drops a task that is cancelled before its first line, and its message with it.
+        running.cancelled = True
+        if running.started:
+            running.guard.cancel()
+        return True
 
     async def _handle_all(self) -> None:
         while True:
@@ -170,18 +192,21 @@ class Actor(ABC, Generic[Message]):
                     },
                 )
 
-    async def _run_task(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
+    async def _run_task(self, name: str, running: _Running) -> None:
+        running.started = True
+        cancelled = TaskEnded(name=name, error=TaskCancelled(f"task {name} was cancelled"))
         try:
-            ended = TaskEnded(name=name, result=await work)
+            ended = cancelled
+            if not running.cancelled:
+                ended = TaskEnded(name=name, result=await running.work)
         except asyncio.CancelledError:
-            ended = TaskEnded(name=name, error=TaskCancelled(f"task {name} was cancelled"))
+            ended = cancelled
         except Exception as error:  # noqa: BLE001 - the handler decides what it means
             ended = TaskEnded(name=name, error=error)
         finally:
-            work.close()
+            running.work.close()
             del self._tasks[name]
-        if not self.mailbox.closed:
-            try:
-                await self.mailbox.put(ended)
-            except MailboxClosed:
-                log.debug("task ended after stop", extra={"actor": self.name, "task": name})
+        try:
+            await self.mailbox.put(ended)
+        except MailboxClosed:
+            log.debug("task ended after stop", extra={"actor": self.name, "task": name})

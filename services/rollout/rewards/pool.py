@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from services.rollout.rewards import worker
 from services.rollout.rewards.errors import RewardFailed, RewardFunctionInvalid
@@ -32,6 +32,8 @@ _LOADING_LIMIT_S = 120.0
 """Longest import of all reward functions in one worker."""
 _QUEUED_PER_WORKER = 4
 """Evaluations given to the pool for each worker; enough to keep it busy, the rest wait here."""
+_POOL_CHECK_S = 0.5
+"""How often a waiting evaluation looks whether its pool still works."""
 _ATTEMPTS = 2
 """Tries of an evaluation whose worker pool broke down under it."""
 
@@ -185,8 +187,7 @@ class RewardPool:
         for attempt in range(1, _ATTEMPTS + 1):
             pool = self._pool or self._open()
             try:
-                future = pool.schedule(function, args=args, timeout=limit_s)
-                return await asyncio.wrap_future(future)
+                return await _result(pool, pool.schedule(function, args=args, timeout=limit_s))
             except (BrokenProcessPool, RuntimeError):
                 # Several tasks learn of the breakdown; the first one opens the new pool.
                 if self._pool is pool:
@@ -267,6 +268,23 @@ def _timing(name: str, evaluations: Mapping[tuple[str, int], Evaluation]) -> Fun
         longest_s=elapsed[slowest],
         longest_sample=slowest,
     )
+
+
+async def _result(pool: ProcessPool, scheduled: ProcessFuture[Any]) -> Any:
+    """Wait for a scheduled task; cancelling ends it.
+
+    Raises: BrokenProcessPool also for a task that a pool took while it broke down, and forgot.
+    """
+    future = asyncio.wrap_future(scheduled)
+    try:
+        while True:
+            await asyncio.wait({future}, timeout=_POOL_CHECK_S)
+            if future.done():
+                return future.result()
+            if not pool.active:
+                raise BrokenProcessPool("the worker pool broke down")
+    finally:
+        future.cancel()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Evaluation]]) -> None:

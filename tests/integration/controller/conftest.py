@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import Unavailable
 from common.ids import RunId
 from common.registry.runs import RunLedger
 from rollplex import Client
@@ -80,7 +81,7 @@ class Controller:
         for _ in range(200):
             try:
                 return await Client.connect(self.address)
-            except Exception:
+            except Unavailable:
                 assert self.process is None or self.process.poll() is None, self.log.read_text()
                 await asyncio.sleep(0.1)
         raise AssertionError(self.log.read_text())

@@ -1,4 +1,4 @@
-"""The peers of a controller, played by the test over real sockets: broker, workers, registrations."""
+"""The peers of a controller, played by the test over real sockets."""
 
 from __future__ import annotations
 
@@ -205,7 +205,6 @@ class Node:
         """Everything that the workers would say in this step."""
         publish = self.broker.publish
         rollout = Participant(service=Service.ROLLOUT)
-        learner = Participant(service=Service.LEARNER)
         for planned in plan.groups:
             group = planned.group
             if group in self.drop_groups and plan.mode is StepMode.TRAIN:
@@ -226,9 +225,10 @@ class Node:
             publish(self.event(self.fail_task, plan, sender=rollout))
             return
         if plan.mode is StepMode.TRAIN and plan.step not in self.hold:
-            self.update(plan, learner)
+            self.update(plan)
 
-    def update(self, plan: StepPlan, learner=Participant(service=Service.LEARNER)) -> None:
+    def update(self, plan: StepPlan) -> None:
+        learner = Participant(service=Service.LEARNER)
         self.versions[plan.run_id] = plan.step + 1
         published = bodies.WeightsPublished(
             weights_version=WeightsVersion(plan.step + 1), metrics={"loss": 0.5}

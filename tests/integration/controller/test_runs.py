@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 
 async def _until(condition, *, seconds=20.0) -> None:
     async with asyncio.timeout(seconds):
-        while not (await condition() if asyncio.iscoroutinefunction(condition) else condition()):
+        while True:
+            found = condition()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
             await asyncio.sleep(0.02)
 
 
@@ -35,10 +38,8 @@ async def test_two_runs_one_after_the_other(controller, node, queue_run, tmp_pat
     first, second = await queue_run(), await queue_run(steps=1)
     controller.start()
     async with await controller.client() as client:
-        updates = []
         async with asyncio.timeout(30):
-            async for update in client.watch_run(first):
-                updates.append(update)
+            updates = [update async for update in client.watch_run(first)]
         assert updates[-1].run.state is RunState.SUCCEEDED
         assert updates[-1].run.steps_done == 3
         assert updates[-1].run.eval_reward_before == 1.0
@@ -263,11 +264,11 @@ async def test_recipes_that_cannot_run_are_refused(controller, node, tmp_path):
         path.write_text(json.dumps(recipe() | {"model": {"path": str(tmp_path)}}))
         with pytest.raises(InvalidArgument, match=r"model.path = .* holds no \*.safetensors"):
             await client.create_run(path)
-        with pytest.raises(InvalidArgument, match="training.stepz: unknown key"):
+        with pytest.raises(InvalidArgument, match=r"training\.stepz: unknown key"):
             await client.create_run(path, sets=["training.stepz=1"])
         header = json.dumps({"lm_head.weight": {"shape": [1000, 1000]}}).encode()
         (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         node.arena_bytes = 10 * 2**20
-        with pytest.raises(ResourceExhausted, match="needs 15 MiB of arena .* gives 10 MiB"):
+        with pytest.raises(ResourceExhausted, match=r"needs 15 MiB of arena .* gives 10 MiB"):
             await client.create_run(path)
         assert await client.list_runs() == []

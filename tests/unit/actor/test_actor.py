@@ -87,6 +87,20 @@ async def test_cancelled_task_ends_in_one_message_even_before_its_first_line(act
     assert not actor.cancel("wait")
 
 
+async def test_task_cancelled_while_it_runs_ends_in_one_message(actor):
+    begun = asyncio.Event()
+
+    async def work():
+        begun.set()
+        await asyncio.sleep(600)
+
+    await actor.mailbox.put(lambda a: a.spawn("work", work()))
+    await asyncio.wait_for(begun.wait(), 10)
+    assert actor.cancel("work")
+    await until(lambda: actor.handled)
+    assert [type(ended.error) for ended in actor.handled] == [TaskCancelled]
+
+
 async def test_name_of_a_running_task_cannot_be_taken_twice(actor):
     outcome = []
 
@@ -129,6 +143,16 @@ async def test_stop_cancels_tasks_and_is_idempotent(actor):
         actor.spawn("late", asyncio.sleep(0))
 
 
+async def test_stop_right_after_spawn_leaves_no_work_unawaited(actor):
+    def spawn_and_stop(a):
+        a.spawn("work", asyncio.sleep(600))
+        a.mailbox.close()
+
+    await actor.mailbox.put(spawn_and_stop)
+    await actor.stop()
+    assert actor.running_tasks == frozenset()
+
+
 async def test_actor_can_stop_itself(actor):
     await actor.mailbox.put(lambda a: a.stop())
     await until(lambda: actor.state is ActorState.STOPPED)
@@ -167,6 +191,22 @@ async def test_cancelled_run_leaves_no_task():
         await running
     assert actor.running_tasks == frozenset()
     assert actor.state is ActorState.STOPPED
+
+
+async def test_cancelled_run_does_not_wait_for_room_in_its_mailbox():
+    actor = Recorder(mailbox_capacity=1)
+
+    async def block(a):
+        a.spawn("work", asyncio.sleep(600))
+        a.mailbox.offer("fills it")
+        await asyncio.sleep(600)
+
+    await actor.mailbox.put(block)
+    running = asyncio.create_task(actor.run())
+    await until(lambda: actor.running_tasks)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 10)
 
 
 async def test_ended_tasks_wait_for_room_in_a_full_mailbox():

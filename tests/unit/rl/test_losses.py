@@ -22,10 +22,12 @@ def scored(lengths, *, spread=0.6, seed=0):
         return torch.randn(tokens, dtype=torch.float64, generator=generator)
 
     logprobs = -noise().abs() - 0.1
+    signs = torch.tensor([(-1.0) ** response for response in range(len(lengths))])
     return ScoredResponses(
         logprobs=logprobs.clone().requires_grad_(),
         lengths=torch.tensor(lengths),
-        advantages=torch.randn(len(lengths), dtype=torch.float64, generator=generator),
+        advantages=signs
+        * (0.5 + torch.rand(len(lengths), dtype=torch.float64, generator=generator)),
         old_logprobs=logprobs + spread * noise(),
         reference_logprobs=logprobs + 0.2 * noise(),
         engine_logprobs=logprobs + 0.01 * noise(),
@@ -69,7 +71,7 @@ def naive(batch, config):
     ids=["no-kl", "k3", "k2", "k1-in-reward"],
 )
 def test_loss_and_gradient_equal_a_naive_formula_with_clipping_on_both_sides(config):
-    batch = scored([70, 0, 120, 1, 90])
+    batch = scored([70, 120, 0, 1, 90])
     loss, sums = policy_loss(batch, config)
     (gradient,) = torch.autograd.grad(loss, batch.logprobs)
     expected, low, high = naive(batch, config)

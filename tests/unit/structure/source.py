@@ -65,8 +65,6 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{name_of(path)}: line {node.lineno} imports by a relative path"
-            )
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found

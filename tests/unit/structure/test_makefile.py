@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.unit.structure.source import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TARGETS = [
     "help",
@@ -26,6 +31,15 @@ TARGETS = [
     "down",
     "clean",
 ]
+
+# Runs `python -c CODE` as if it were Python 3.10.
+OLD_PYTHON = """#!/bin/sh
+exec {python} -c '
+import collections, sys
+sys.version_info = collections.namedtuple("V", "major minor micro")(3, 10, 0)
+exec(sys.argv[1])
+' "$2"
+"""
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,14 +67,14 @@ def test_unknown_deployment_target_is_refused() -> None:
     assert "TARGET=moon: legal are local and k8s" in done.stderr
 
 
-def test_an_older_python_is_refused_by_name(tmp_path: object) -> None:
-    old = f"{tmp_path}/python3.10"
-    script = "#!/bin/sh\necho 'from sys import exit'; exit 7\n"
-    with open(old, "w") as file:
-        file.write(script)
-    subprocess.run(["chmod", "+x", old], check=True)
+def test_an_older_python_is_refused_by_name(tmp_path: Path) -> None:
+    old = tmp_path / "python3.10"
+    old.write_text(OLD_PYTHON.format(python=sys.executable))
+    old.chmod(0o755)
     done = make("setup", f"PYTHON={old}", f"VENV={tmp_path}/venv")
     assert done.returncode != 0
+    assert "is 3.10; Rollplex needs 3.11 or newer" in done.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 def test_ci_runs_everything_that_has_to_pass() -> None:

@@ -9,7 +9,7 @@ from common.vlm.decode_pool import DecodePool
 from common.vlm.errors import DecodePoolFull, DecodeStateInvalid
 from common.vlm.model import SplitModel
 from common.vlm.tiny import tiny_config
-from tests.unit.vlm.groups import make_case
+from common.vlm.verification_cases import make_case
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from common.vlm.model import SplitModel
 from common.vlm.prefix import PrefixKV, packed_shape, prefix_backward
 from common.vlm.tiny import tiny_config
 from common.vlm.verification import split_backward
-from tests.unit.vlm.groups import make_case
+from common.vlm.verification_cases import make_case
 
 
 @pytest.fixture(scope="module")

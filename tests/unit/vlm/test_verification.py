@@ -12,7 +12,7 @@ from common.vlm.verification import (
     monolithic_logits,
     split_vs_monolithic,
 )
-from tests.unit.vlm.groups import CASES, all_cases, make_case
+from common.vlm.verification_cases import CASES, all_cases, make_case
 
 GRADIENT_LIMIT = 1e-12
 LOGPROB_LIMIT = 1e-5

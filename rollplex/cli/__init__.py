@@ -1,0 +1,1 @@
+"""The `rollplex` command: one file a group of commands, heavy imports inside the commands."""

@@ -1,0 +1,70 @@
+"""A node of its own for a verification: free ports, a folder that goes away, every service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from common.errors import Unavailable
+
+
+async def run_module(module: str, *arguments: str) -> str:
+    """Run `python -m module` to its end and return what it printed.
+
+    Raises: Unavailable with the end of its error output if it failed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    if process.returncode != 0:
+        text = (errors or out).decode(errors="replace")[-4000:]
+        raise Unavailable(f"python -m {module} ended with {process.returncode}:\n{text}")
+    return out.decode()
+
+
+@asynccontextmanager
+async def temporary_node(
+    folder: Path, *, device: str = "cpu", arena_gib: float = 0.5
+) -> AsyncIterator[str]:
+    """Start every service on free ports; stop all of them at the end.
+
+    Args:
+        folder: for state and logs.
+    Yields: the controller's address.
+    """
+    port = _free_port()
+    deployment: dict[str, Any] = {
+        "name": f"verify-{port}",
+        "state_dir": str(folder),
+        "grpc_port_base": 0,
+        "http_port_base": 0,
+        "services": {"controller": {"grpc_port": port}},
+        "device": device,
+        "arena_gib": arena_gib,
+    }
+    config = folder / "deployment.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    config.write_text(json.dumps(deployment), encoding="utf-8")
+    try:
+        await run_module("deploy.local", "up", "--config", str(config))
+        yield f"127.0.0.1:{port}"
+    finally:
+        await run_module("deploy.local", "down", "--config", str(config))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

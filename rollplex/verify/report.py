@@ -1,0 +1,75 @@
+"""All measurements of a verification, and whether they are what they must be."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollplex.verify.node import run_module, temporary_node
+from rollplex.verify.schedules import compare_schedules
+
+LIMITS: Mapping[str, float] = {
+    "split_vs_monolithic_rel_grad_diff_f64": 1e-8,
+    "logprob_diff_f32": 1e-5,
+    "decode_logit_diff_f32": 1e-5,
+    "serial_vs_fused_rel_diff": 1e-5,
+    "fused_engine_logprob_diff": 1e-5,
+}
+"""Largest legal values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was measured, by name; see `LIMITS` and `rollplex.verify.schedules.ScheduleReport`."""
+
+    values: Mapping[str, float | bool | Mapping[str, float]]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """One line for each measurement that is not what it must be."""
+        found = [
+            f"{name} = {self.values[name]:.3g}, legal is less than {limit:g}"
+            for name, limit in LIMITS.items()
+            if not float(self.values[name]) < limit  # type: ignore[arg-type]
+        ]
+        if self.values["serial_vs_rollplex_bitwise"] is not True:
+            found.append("serial and rollplex did not end with the same bits")
+        return tuple(found)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps({**self.values, "passed": not self.failures}, indent=2)
+
+
+async def verify(*, device: str = "cpu", keep: Path | None = None) -> VerifyReport:
+    """Measure everything on this machine, in services of its own.
+
+    Args:
+        device: what the split pass and the workers compute on.
+        keep: folder to leave runs and logs in; None: a temporary one.
+    """
+    if keep is not None:
+        return await _verify(device, keep)
+    with tempfile.TemporaryDirectory(prefix="rollplex-verify-") as folder:
+        return await _verify(device, Path(folder))
+
+
+async def _verify(device: str, folder: Path) -> VerifyReport:
+    split = json.loads(await run_module("common.vlm.verify_split", "--device", device))
+    model = folder / "model"
+    spec = Path(__file__).with_name("model.toml")
+    await run_module("common.vlm.initialise", str(spec), str(model))
+    async with temporary_node(folder / "node", device=device) as address:
+        schedules = await compare_schedules(address, folder / "runs", model)
+    return VerifyReport(
+        values={
+            **split,
+            "serial_vs_rollplex_bitwise": schedules.serial_vs_rollplex_bitwise,
+            "serial_vs_fused_rel_diff": schedules.serial_vs_fused_rel_diff,
+            "fused_engine_logprob_diff": schedules.fused_engine_logprob_diff,
+            "prefix_overlap_fraction": schedules.prefix_overlap_fraction,
+        }
+    )
