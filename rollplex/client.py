@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from common.config.deployment import load_deployment
 from common.config.recipe import Recipe
-from common.errors import Unavailable
+from common.errors import DeadlineExceeded, Unavailable
 from common.transport import open_channel
 from protos.rollplex.v1 import control_pb2 as pb
 from protos.rollplex.v1 import control_pb2_grpc
@@ -58,6 +58,9 @@ class Client:
         client = cls(address or load_deployment().controller_address)
         try:
             await client._stub.ListRuns(pb.ListRunsRequest(), timeout=deadline.total_seconds())
+        except (Unavailable, DeadlineExceeded) as error:
+            await client.close()
+            raise Unavailable(f"no controller answers at {client.address}: {error}") from error
         except BaseException:
             await client.close()
             raise

@@ -6,12 +6,14 @@ import asyncio
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 async def run_module(module: str, *arguments: str) -> str:
@@ -55,13 +57,17 @@ async def temporary_node(
         "arena_gib": arena_gib,
     }
     config = folder / "deployment.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps(deployment), encoding="utf-8")
+    await asyncio.to_thread(_write, config, json.dumps(deployment))
     try:
         await run_module("deploy.local", "up", "--config", str(config))
         yield f"127.0.0.1:{port}"
     finally:
         await run_module("deploy.local", "down", "--config", str(config))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _free_port() -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollplex.verify.node import run_module, temporary_node
 from rollplex.verify.schedules import compare_schedules
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 LIMITS: Mapping[str, float] = {
     "split_vs_monolithic_rel_grad_diff_f64": 1e-8,
@@ -61,7 +64,7 @@ async def _verify(device: str, folder: Path) -> VerifyReport:
     split = json.loads(await run_module("common.vlm.verify_split", "--device", device))
     model = folder / "model"
     spec = Path(__file__).with_name("model.toml")
-    await run_module("common.vlm.initialise", str(spec), str(model))
+    await run_module("rollplex.cli", "init-model", str(spec), str(model))
     async with temporary_node(folder / "node", device=device) as address:
         schedules = await compare_schedules(address, folder / "runs", model)
     return VerifyReport(

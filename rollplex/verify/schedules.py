@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -20,6 +20,9 @@ from common.errors import FailedPrecondition
 from common.step.schedule import Schedule
 from rollplex.client import Client
 from rollplex.models import Run, RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 STEPS = 5
 PATIENCE = timedelta(seconds=60)

@@ -92,7 +92,8 @@ async def main(socket_path: str, participant: str) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         answer = await getattr(orders, order.pop("do"))(**order)
-        print(json.dumps(answer), flush=True)
+        sys.stdout.write(f"{json.dumps(answer)}\n")
+        sys.stdout.flush()
     await client.close()
 
 

@@ -156,9 +156,7 @@ async def test_publishers_in_many_processes_share_one_order(address, spawn):
     names = ("rollout/0", "reference/0", "learner/0")
     count = 60
     clients = [await spawn("client_process", address, name, str(count)) for name in names]
-    orders = []
-    for client in clients:
-        orders.append([await line(client) for _ in range(count * len(names))])
+    orders = [[await line(client) for _ in range(count * len(names))] for client in clients]
     assert orders[0] == orders[1] == orders[2]
     assert [int(seq) for seq, _ in orders[0]] == list(range(1, count * len(names) + 1))
     for name in names:

@@ -87,20 +87,20 @@ def test_set_without_key_or_value_is_refused(text):
 
 
 def test_every_problem_is_named_with_key_value_and_what_is_legal(file):
-    path = file("[inner]\nsize = 0\nsise = 3\n[many.x]\nsize = 'b'\n[[rows]]\nsize = -1\n")
+    path = file("[inner]\nsize = 0\nsizes = 3\n[many.x]\nsize = 'b'\n[[rows]]\nsize = -1\n")
     text = problems(path)
     assert str(path) in text
     assert "inner.size = 0: should be greater than or equal to 1" in text
-    assert "inner.sise: unknown key; legal here: size. Did you mean 'size'?" in text
+    assert "inner.sizes: unknown key; legal here: size. Did you mean 'size'?" in text
     assert "many.x.size = 'b': should be a valid integer" in text
     assert "rows.0.size = -1: should be greater than or equal to 1" in text
     assert "name: has to be given, it has no default" in text
 
 
 def test_unknown_key_at_the_top_lists_the_legal_ones():
-    text = problems(None, sets=["name=a", "nam=b"])
-    assert "nam: unknown key; legal here: inner, many, name, rows. Did you mean 'name'?" in text
-    assert "--set nam=b" in text
+    text = problems(None, sets=["name=a", "nme=b"])
+    assert "nme: unknown key; legal here: inner, many, name, rows. Did you mean 'name'?" in text
+    assert "--set nme=b" in text
 
 
 def test_rule_over_several_keys_speaks_for_itself():

@@ -59,7 +59,7 @@ def test_log_record_is_one_line_with_its_values():
 
 def test_log_record_with_an_error_has_its_traceback():
     try:
-        raise KeyError("the reason")
+        {}["the reason"]
     except KeyError:
         record = logging.makeLogRecord({"msg": "failed", "exc_info": sys.exc_info()})
     first, *rest = LineFormatter("x").format(record).splitlines()

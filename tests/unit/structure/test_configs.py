@@ -8,14 +8,13 @@ from common.config.deployment import Deployment
 from common.config.loading import load_config
 from common.config.recipe import Recipe
 from common.vlm.initialise import ModelSpec
-from tests.unit.structure.source import ROOT, files, name_of
+from tests.unit.structure.source import PACKAGES, ROOT, files, name_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.base import FrozenConfig
 
-FOLDERS = ("bench", "deploy", "examples")
 # By the beginning of the file's name.
 MODELS: dict[str, type[FrozenConfig]] = {
     "model": ModelSpec,
@@ -28,7 +27,7 @@ def _configs() -> list[Path]:
     return [
         path
         for path in files()
-        if path.suffix == ".toml" and path.relative_to(ROOT).parts[0] in FOLDERS
+        if path.suffix == ".toml" and path.relative_to(ROOT).parts[0] in PACKAGES
     ]
 
 

@@ -1,0 +1,194 @@
+"""Records, plans, sizes and files: the plain values around the run machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from common.config.loading import check
+from common.config.recipe import Recipe
+from common.errors import InvalidArgument, ResourceExhausted
+from common.ids import Epoch, StepIndex, WeightsVersion
+from common.step.plan import StepMode
+from protos.rollplex.v1 import broker_pb2
+from services.controller.feed import RunFeed
+from services.controller.files import append_step, prepare_run_dir, read_steps
+from services.controller.record import RunRecord, RunState, StepRecord, StopRequest
+from services.controller.room import check_room, count_elements, needed_bytes
+from services.controller.settings import read_recipe, run_settings
+from tests.unit.controller.kit import RECORD
+
+STEP = StepRecord(
+    step=StepIndex(3),
+    epoch=Epoch(9),
+    mode=StepMode.TRAIN,
+    weights_version=WeightsVersion(4),
+    wall_s=1.5,
+    metrics={"loss": 0.25},
+)
+
+
+def _recipe(**tables) -> Recipe:
+    tree = {
+        "name": "r",
+        "seed": 5,
+        "model": {"path": "/m"},
+        "data": {"train": "a.b:c"},
+        "rollout": {"max_new_tokens": 1},
+        "reward": {"functions": [{"function": "a.b:c"}]},
+        "algorithm": {},
+        "training": {"steps": 10, "prompts_per_step": 4},
+    }
+    for name, table in tables.items():
+        tree[name] = tree[name] | table
+    return check(Recipe, tree, source="test")
+
+
+def test_records_survive_json():
+    record = replace(
+        RECORD,
+        state=RunState.PAUSED,
+        stop_requested=StopRequest.AFTER_STEP,
+        latest={"loss": 0.5},
+        eval_reward_before=0.25,
+    )
+    assert RunRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+    assert StepRecord.from_json(json.loads(json.dumps(STEP.to_json()))) == STEP
+
+
+@pytest.mark.parametrize(
+    ("eval_prompts", "eval_rows", "expected"), [(0, 7, 7), (3, 7, 3), (30, 7, 7), (0, 0, 0)]
+)
+def test_an_evaluation_uses_no_more_rows_than_there_are(eval_prompts, eval_rows, expected):
+    recipe = _recipe(data={"eval": "a.b:d"}, training={"eval_prompts": eval_prompts})
+    assert run_settings(recipe, train_rows=9, eval_rows=eval_rows).eval_rows == expected
+
+
+def test_the_samples_of_a_step_depend_on_seed_and_step_only():
+    settings = run_settings(_recipe(), train_rows=8, eval_rows=0)
+    again = run_settings(_recipe(), train_rows=8, eval_rows=0)
+    other = run_settings(_recipe().model_copy(update={"seed": 6}), train_rows=8, eval_rows=0)
+    steps = [settings.order(StepIndex(step)) for step in range(4)]
+    assert steps == [again.order(StepIndex(step)) for step in range(4)]
+    assert steps != [other.order(StepIndex(step)) for step in range(4)]
+    # Two steps of four make one pass over eight rows.
+    assert sorted([*steps[0], *steps[1]]) == list(range(8))
+
+
+def test_replayed_responses_come_from_the_folder_in_which_the_rollout_keeps_them():
+    settings = run_settings(
+        _recipe(training={"replay_from": "/runs/old"}), train_rows=8, eval_rows=0
+    )
+    assert settings.replay_dir == "/runs/old/responses"
+
+
+def test_an_evaluation_has_time_in_proportion_to_its_groups():
+    recipe = _recipe(data={"eval": "a.b:d"}, training={"step_deadline_s": 10})
+    settings = run_settings(recipe, train_rows=8, eval_rows=20)
+    plan = settings.eval_plan("r", StepIndex(0), Epoch(1))
+    assert settings.deadline_s(plan) == 50
+    assert settings.deadline_s(settings.train_plan("r", StepIndex(0), Epoch(1))) == 10
+
+
+@pytest.mark.parametrize("text", ["no json", "[1]", "{}"])
+def test_a_request_without_a_recipe_is_refused(text):
+    with pytest.raises(InvalidArgument):
+        read_recipe(text)
+
+
+def _safetensors(path, shapes) -> None:
+    header = json.dumps({name: {"shape": shape} for name, shape in shapes.items()}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.fixture
+def model(tmp_path):
+    _safetensors(tmp_path / "a.safetensors", {"model.layers.0.w": [10, 100], "__metadata__": [1]})
+    _safetensors(tmp_path / "b.safetensors", {"visual.blocks.0.w": [5, 100], "lm_head.b": []})
+    return tmp_path
+
+
+def test_parameters_are_counted_from_the_headers(model):
+    elements = count_elements(model, key="model.path")
+    assert (elements.language, elements.vision) == (1001, 500)
+
+
+@pytest.mark.parametrize(
+    ("table", "kl", "expected"),
+    [
+        ({}, 0.0, {"weights": 6004, "optimizer": 8008, "gradients": 4004}),
+        ({"train_vision": True}, 0.0, {"weights": 6004, "optimizer": 12008, "gradients": 6004}),
+        ({"dtype": "bfloat16"}, 0.0, {"weights": 3002, "optimizer": 12012, "gradients": 4004}),
+        ({"dtype": "float64"}, 0.0, {"weights": 12008, "optimizer": 16016, "gradients": 8008}),
+        ({}, 0.1, {"weights": 6004, "optimizer": 8008, "gradients": 4004, "reference": 6004}),
+    ],
+)
+def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
+    recipe = _recipe(model={"path": str(model)} | table, algorithm={"kl_coefficient": kl})
+    needed = dict(needed_bytes(recipe).items())
+    reference = expected.pop("reference", None)
+    assert needed.pop("reference.weights", None) == reference
+    assert needed == {f"policy.{name}": size for name, size in expected.items()}
+
+
+def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
+    recipe = _recipe(model={"path": str(model)})
+    row = broker_pb2.LedgerEntry(
+        name="policy.weights", run_id="other", bytes=2**20, holders=["learner/0"], until="its end"
+    )
+    check_room(recipe, broker_pb2.Ledger(capacity_bytes=6004 + 8008 + 4004))
+    with pytest.raises(ResourceExhausted, match=r"arena_gib") as refused:
+        check_room(recipe, broker_pb2.Ledger(capacity_bytes=18_000, entries=[row]))
+    assert "1.0 MiB  policy.weights  of run other, held by learner/0, until its end" in str(
+        refused.value
+    )
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(InvalidArgument, match=r"model\.path: .*x\.safetensors is not"):
+        count_elements(tmp_path, key="model.path")
+
+
+def test_a_torn_line_does_not_spoil_the_next(tmp_path):
+    append_step(tmp_path, STEP, ())
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 4, "ep')
+    append_step(tmp_path, replace(STEP, step=StepIndex(4)), ())
+    assert [step.step for step in read_steps(tmp_path)] == [3, 4]
+
+
+def test_a_folder_that_holds_another_run_is_refused(tmp_path):
+    prepare_run_dir(tmp_path / "a" / "b", "{}")
+    assert (tmp_path / "a" / "b" / "recipe.json").read_text() == "{}\n"
+    append_step(tmp_path / "a" / "b", STEP, ())
+    with pytest.raises(InvalidArgument, match="holds the steps of another run"):
+        prepare_run_dir(tmp_path / "a" / "b", "{}")
+    with pytest.raises(InvalidArgument, match="cannot be used"):
+        prepare_run_dir(tmp_path / "a" / "b" / "recipe.json" / "c", "{}")
+
+
+async def test_a_slow_watcher_sees_the_latest_state_and_the_end():
+    feed = RunFeed(RECORD)
+    watch = feed.watch()
+    assert (await anext(watch)).run.steps_done == 0
+    for done in (1, 2):
+        step = replace(STEP, weights_version=WeightsVersion(done))
+        feed.saved(replace(RECORD, state=RunState.RUNNING, steps_done=done), step)
+    feed.note("hello")
+    update = await anext(watch)
+    assert (update.run.steps_done, update.step.weights_version, update.note) == (2, 2, "hello")
+    feed.saved(replace(RECORD, state=RunState.SUCCEEDED, steps_done=2))
+    update = await anext(watch)
+    assert not update.HasField("step")
+    assert update.note == ""
+    with pytest.raises(StopAsyncIteration):
+        await anext(watch)
+
+
+async def test_watching_an_ended_run_gives_its_state_once():
+    feed = RunFeed(replace(RECORD, state=RunState.FAILED, reason="why"))
+    updates = [update async for update in feed.watch()]
+    assert [update.run.reason for update in updates] == ["why"]
