@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+_EOF = "the broker closed the connection, or died"
 _RETRY_S = 0.05
 _GRACE_S = 5.0
 """How much longer than its deadline a request waits for the broker to refuse it."""
@@ -104,7 +105,7 @@ class Connection:
             BrokerTimeout: the broker did not even refuse in time.
         """
         request.request_id = next(self._ids)
-        data = check_size(request.SerializeToString(), f"a {request.WhichOneof('body')} request")
+        data = check_size(request.SerializeToString(), f"the {request.WhichOneof('body')} request")
         if self.closed.is_set():
             raise BrokerGone(self.closed_reason)
         future: asyncio.Future[Answer] = self._loop.create_future()
@@ -163,6 +164,9 @@ class Connection:
                 except BlockingIOError:
                     self._watch_writable(wanted=True)
                     return
+                except (BrokenPipeError, ConnectionResetError):
+                    self._lose(_EOF)
+                    return
                 except OSError as error:
                     self._lose(f"the connection to the broker broke: {error}")
                     return
@@ -186,11 +190,14 @@ class Connection:
                 packet = receive_packet(self._sock)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                self._lose(_EOF)
+                return
             except (OSError, ProtocolViolation) as error:
                 self._lose(f"the connection to the broker broke: {error}")
                 return
             if not packet.data:
-                self._lose("the broker closed the connection, or died")
+                self._lose(_EOF)
                 return
             self._deliver(packet)
 

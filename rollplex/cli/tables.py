@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex.models import Cluster, Run
+
+_FILE_WIDTH = 1000
 
 
 def print_runs(runs: Sequence[Run]) -> None:
@@ -27,7 +29,7 @@ def print_runs(runs: Sequence[Run]) -> None:
             run.created.astimezone().strftime("%Y-%m-%d %H:%M"),
             run.reason,
         )
-    Console().print(table)
+    _console().print(table)
 
 
 def print_run(run: Run) -> None:
@@ -48,7 +50,7 @@ def print_run(run: Run) -> None:
     rows |= {name: number(value) for name, value in sorted(run.latest.items())}
     for name, value in rows.items():
         table.add_row(name, str(value))
-    Console().print(table)
+    _console().print(table)
 
 
 def print_cluster(cluster: Cluster) -> None:
@@ -63,12 +65,12 @@ def print_cluster(cluster: Cluster) -> None:
             entry.grpc_address,
             entry.http_address,
         )
-    Console().print(table)
+    _console().print(table)
 
 
 def print_result(run: Run, summary: Mapping[str, Any], written: Sequence[Path]) -> None:
     """How a run went."""
-    console = Console()
+    console = _console()
     console.print(f"{run.run_id}: {run.state}" + (f" ({run.reason})" if run.reason else ""))
     before, after = summary["eval_reward_before"], summary["eval_reward_after"]
     if before is not None or after is not None:
@@ -89,8 +91,16 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _table(*columns: str) -> Table:
+def _console() -> RichConsole:
+    console = RichConsole(highlight=False)
+    # Nobody folds lines for a program that reads them.
+    return console if console.is_terminal else RichConsole(highlight=False, width=_FILE_WIDTH)
+
+
+def _table(first: str, *others: str) -> Table:
+    """The first column names the row and is never cut."""
     table = Table(box=None, pad_edge=False)
-    for column in columns:
+    table.add_column(first, no_wrap=True)
+    for column in others:
         table.add_column(column, overflow="fold")
     return table

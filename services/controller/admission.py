@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from common.errors import InvalidArgument, RollplexError
 from common.ids import RunId
 from protos.rollplex.v1 import broker_pb2
-from services.controller.files import prepare_run_dir
+from services.controller.files import check_run_dir, prepare_run_dir
 from services.controller.preflight import check_recipe
 from services.controller.record import RunRecord
 from services.controller.room import check_room
@@ -59,6 +59,9 @@ class Admission:
         """
         recipe = read_recipe(recipe_json)
         _check_resume_from(resume_from)
+        run_id = _new_run_id(recipe)
+        run_folder = self._run_dir(run_id, run_dir)
+        check_run_dir(run_folder)
         check_room(recipe, await self._ledger())
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:
@@ -67,13 +70,11 @@ class Admission:
             facts = await check_recipe(recipe, file, deadline_s=self._config.preflight_deadline_s)
         for warning in facts.warnings:
             log.warning("a row will be dropped", extra={"cause": warning})
-        run_id = _new_run_id(recipe)
-        folder_path = Path(run_dir) if run_dir else self._deployment.state_dir / "runs" / run_id
-        prepare_run_dir(folder_path.absolute(), resolved)
+        prepare_run_dir(run_folder, resolved)
         return RunRecord(
             run_id=run_id,
             recipe_json=resolved,
-            run_dir=str(folder_path.absolute()),
+            run_dir=str(run_folder),
             resume_from=resume_from,
             steps_total=recipe.training.steps,
             created_unix_ms=now_unix_ms(),
@@ -81,6 +82,9 @@ class Admission:
             eval_rows=facts.eval_rows,
             request_id=request_id or "",
         )
+
+    def _run_dir(self, run_id: RunId, wanted: str | None) -> Path:
+        return Path(wanted or self._deployment.state_dir / "runs" / run_id).absolute()
 
     async def _ledger(self) -> broker_pb2.Ledger:
         try:

@@ -23,19 +23,23 @@ STEPS = "steps.jsonl"
 TIMELINE = "timeline.jsonl"
 
 
+def check_run_dir(run_dir: Path) -> None:
+    """Raises InvalidArgument if the folder holds another run."""
+    if (run_dir / RECIPE).exists() or (run_dir / STEPS).exists():
+        raise InvalidArgument(
+            f"run_dir = {str(run_dir)!r} holds another run; name a folder that is new or empty"
+        )
+
+
 def prepare_run_dir(run_dir: Path, recipe_json: str) -> None:
     """Make the folder and write the recipe.
 
     Raises:
         InvalidArgument: it cannot be made or written, or holds another run.
     """
+    check_run_dir(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if (run_dir / STEPS).exists():
-            raise InvalidArgument(
-                f"run_dir = {str(run_dir)!r} holds the steps of another run; name a folder that is "
-                "new or empty"
-            )
         (run_dir / RECIPE).write_text(recipe_json + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidArgument(

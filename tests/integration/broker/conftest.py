@@ -9,10 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
+import pytest
 import pytest_asyncio
 
 from common.config.deployment import Deployment
@@ -24,7 +27,7 @@ from protos.rollplex.v1.broker_pb2_grpc import BrokerStub
 from tests.unit.broker.driver import plan
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 REPOSITORY = Path(__file__).parents[3]
 START_S = 30.0
@@ -35,13 +38,33 @@ ROLLOUT = Participant(service=Service.ROLLOUT)
 
 
 @dataclass
-class Broker:
-    """The process, its control plane, and how to join it."""
+class Started:
+    """A broker's process and where it is."""
 
     process: subprocess.Popen[bytes]
     deployment: Deployment
+    folder: Path
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "broker.log").read_text()
+
+
+@dataclass
+class Broker:
+    """A broker, its control plane, and how to join it."""
+
+    started: Started
     stub: Any
     clients: list[BrokerClient]
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self.started.process
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.started.deployment
 
     async def join(self, participant: Participant) -> BrokerClient:
         client = await BrokerClient.connect(
@@ -71,13 +94,19 @@ class Broker:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def grpc_poller() -> None:
+    """gRPC opens a socket pair once a process and keeps it: have it before the first test."""
+    grpc.aio.init_grpc_aio()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def start_broker(folder: Path) -> tuple[subprocess.Popen[bytes], Deployment]:
+def start_broker(folder: Path) -> Started:
     values: dict[str, Any] = {
         "state_dir": str(folder),
         "http_port_base": 0,
@@ -87,14 +116,14 @@ def start_broker(folder: Path) -> tuple[subprocess.Popen[bytes], Deployment]:
     }
     config = folder / "deployment.json"
     config.write_text(json.dumps(values))
-    log = (folder / "broker.log").open("wb")
+    log = (folder / "broker.log").open("ab")
     process = subprocess.Popen(
         [sys.executable, "-m", "services.broker", "--config", str(config)],
         cwd=REPOSITORY,
         stderr=log,
     )
     log.close()
-    return process, Deployment.model_validate(values)
+    return Started(process, Deployment.model_validate(values), folder)
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
@@ -106,24 +135,49 @@ def stop(process: subprocess.Popen[bytes]) -> int:
         process.kill()
 
 
-@pytest_asyncio.fixture
-async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
-    process, deployment = start_broker(tmp_path)
-    address = deployment.grpc_address(Participant(service=Service.BROKER))
-    channel = open_channel(address)
-    broker = Broker(process, deployment, BrokerStub(channel), [])
+@asynccontextmanager
+async def connected(started: Started) -> AsyncIterator[Broker]:
+    """A fresh run in its first epoch, and the learner."""
+    address = started.deployment.grpc_address(Participant(service=Service.BROKER))
+    channel = open_channel(address, deadline_s=START_S)
+    broker = Broker(started, BrokerStub(channel), [])
     try:
         await broker.join(LEARNER)
-        async with asyncio.timeout(START_S):
-            await broker.stub.OpenRun(
-                pb.OpenRunRequest(run_id="run", epoch=Epoch(0)), wait_for_ready=True
-            )
+        request = pb.OpenRunRequest(run_id="run", epoch=Epoch(0))
+        await broker.stub.OpenRun(request, wait_for_ready=True)
         await broker.begin(1)
         yield broker
     finally:
         for client in broker.clients:
             await client.close()
+        if started.process.poll() is None:
+            await broker.stub.CloseRun(pb.CloseRunRequest(run_id="run"))
+            await broker.settle(0)
         await channel.close()
-        code = stop(process)
-    assert code == 0, (tmp_path / "broker.log").read_text()
-    assert not deployment.broker_socket.exists()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """One process for the tests of a module."""
+    started = start_broker(tmp_path_factory.mktemp("broker"))
+    yield started
+    assert stop(started.process) == 0, started.log
+    assert not started.deployment.broker_socket.exists()
+
+
+@pytest_asyncio.fixture
+async def broker(started: Started) -> AsyncIterator[Broker]:
+    """A fresh run on the module's broker."""
+    async with connected(started) as broker:
+        yield broker
+
+
+@pytest_asyncio.fixture
+async def mortal_broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    """A broker of the test's own, which it may kill."""
+    started = start_broker(tmp_path)
+    try:
+        async with connected(started) as broker:
+            yield broker
+    finally:
+        stop(started.process)

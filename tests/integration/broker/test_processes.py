@@ -12,14 +12,24 @@ import pytest
 
 from common.events import event_from_proto
 from common.events.bodies import ParticipantDied
-from common.ids import Epoch, WeightsVersion
+from common.ids import Epoch, Incarnation, WeightsVersion
+from common.tensors.client import BrokerClient
 from common.tensors.errors import BrokerGone, StaleLease, StorageTorn
 from protos.rollplex.v1 import broker_pb2 as pb
-from tests.integration.broker.conftest import ENCODER, REPOSITORY, ROLLOUT, Broker
+from tests.integration.broker.conftest import (
+    ENCODER,
+    LEARNER,
+    REPOSITORY,
+    ROLLOUT,
+    Broker,
+    start_broker,
+    stop,
+)
 from tests.integration.broker.participant import RUN, SIZE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from common.ids import Participant
 
@@ -118,20 +128,39 @@ async def test_killed_writer_leaves_the_storage_torn(broker: Broker) -> None:
             assert storage.buffer("bytes")[0] == 1
 
 
-async def test_killed_broker_is_noticed_by_its_clients(broker: Broker) -> None:
-    learner = broker.clients[0]
+async def test_killed_broker_is_noticed_and_replaced(mortal_broker: Broker) -> None:
+    learner, process = mortal_broker.clients[0], mortal_broker.process
     waiting = asyncio.create_task(learner.open_storage(RUN, "never", timeout_s=100))
     await asyncio.sleep(0)
-    broker.process.kill()
+    process.kill()
     async with asyncio.timeout(10):
         await learner.closed.wait()
-        with pytest.raises(BrokerGone, match="closed the connection, or died"):
+        with pytest.raises(BrokerGone, match="the broker closed the connection, or died"):
             await waiting
-    with pytest.raises(BrokerGone):
+    with pytest.raises(BrokerGone, match="or died"):
         await learner.reserve(RUN, "activations", 1)
-    broker.process.wait(10)
-    broker.deployment.broker_socket.unlink()
-    broker.process.returncode = 0  # the fixture expects a clean end, this one was not
+    await asyncio.to_thread(process.wait, 10)
+    successor = start_broker(mortal_broker.started.folder)
+    try:
+        client = await BrokerClient.connect(
+            successor.deployment.broker_socket, LEARNER, Incarnation("again"), timeout_s=20
+        )
+        assert client.broker_incarnation != learner.broker_incarnation
+        await client.close()
+    finally:
+        assert stop(successor.process) == 0
+
+
+async def test_second_broker_is_refused_and_does_no_harm(broker: Broker) -> None:
+    second = start_broker(broker.started.folder)
+    assert await asyncio.to_thread(second.process.wait, 20) == 1
+    assert f"another broker serves {broker.deployment.broker_socket}" in second.log
+    await broker.clients[0].reserve(RUN, "activations", 1)
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    with pytest.raises(BrokerGone, match=r"no broker at .*nobody within 0\.1 s"):
+        await BrokerClient.connect(tmp_path / "nobody", LEARNER, Incarnation("x"), timeout_s=0.1)
 
 
 async def next_death(broker: Broker) -> ParticipantDied:

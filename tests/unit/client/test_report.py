@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from rollplex.models import Run, RunState
@@ -36,6 +39,14 @@ def _span(task, start_s, end_s, *, epoch=3, participant="rollout/0"):
         "start_ns": int(start_s * 1e9),
         "end_ns": int(end_s * 1e9),
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fonts():
+    """matplotlib keeps the font files of its first drawing open: that is no leak of a test's."""
+    figure = Figure()
+    figure.add_subplot().set_title("text")
+    figure.savefig(io.BytesIO(), format="png")
 
 
 @pytest.fixture
@@ -105,8 +116,6 @@ def test_the_report_is_written_into_the_folder(run, tmp_path):
 
 
 def test_a_folder_on_another_machine_gets_no_report(run):
-    import dataclasses
-
     elsewhere = dataclasses.replace(run, run_dir="/no/such/folder")
     assert write_report(elsewhere, summarise(elsewhere)) == []
 

@@ -163,11 +163,13 @@ def test_a_torn_line_does_not_spoil_the_next(tmp_path):
 def test_a_folder_that_holds_another_run_is_refused(tmp_path):
     prepare_run_dir(tmp_path / "a" / "b", "{}")
     assert (tmp_path / "a" / "b" / "recipe.json").read_text() == "{}\n"
-    append_step(tmp_path / "a" / "b", STEP, ())
-    with pytest.raises(InvalidArgument, match="holds the steps of another run"):
+    with pytest.raises(InvalidArgument, match="holds another run"):
         prepare_run_dir(tmp_path / "a" / "b", "{}")
     with pytest.raises(InvalidArgument, match="cannot be used"):
         prepare_run_dir(tmp_path / "a" / "b" / "recipe.json" / "c", "{}")
+    append_step(tmp_path, STEP, ())
+    with pytest.raises(InvalidArgument, match="holds another run"):
+        prepare_run_dir(tmp_path, "{}")
 
 
 async def test_a_slow_watcher_sees_the_latest_state_and_the_end():
