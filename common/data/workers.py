@@ -7,6 +7,7 @@ pays for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.data.errors import SampleError, SampleFault
-from common.errors import FailedPrecondition
+from common.errors import FailedPrecondition, Unavailable
 from common.service.parent_watch import die_with_parent
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ SAMPLE_TIME_LIMIT_S = 120.0
 """A worker that needs longer for one sample is ended and counts as dead."""
 
 _ATTEMPTS = 2
+_log = logging.getLogger(__name__)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
 
@@ -150,12 +152,20 @@ class SamplePool:
     async def start(self) -> None:
         """Spawn the workers and wait until all have loaded the processor and opened the data.
 
-        Raises: what the processor or the data set raised, such as ModelFilesError.
+        Raises: what the processor or the data set raised, such as ModelFilesError; Unavailable if
+            a worker died. None is left running then.
         """
         if self._all:
             return
         self._all = [_Worker(self._source) for _ in range(self._count)]
-        await asyncio.gather(*(worker.ready() for worker in self._all))
+        try:
+            await asyncio.gather(*(worker.ready() for worker in self._all))
+        except BrokenProcessPool as error:
+            await self.close()
+            raise Unavailable("a data worker died while it was starting") from error
+        except BaseException:
+            await self.close()
+            raise
         for worker in self._all:
             self._idle.put_nowait(worker)
 
@@ -184,11 +194,7 @@ class SamplePool:
             worker.kill()
 
     async def __aenter__(self) -> SamplePool:
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
+        await self.start()
         return self
 
     async def __aexit__(
@@ -206,6 +212,7 @@ class SamplePool:
                     return await worker.prepare(split, index)
             except (BrokenProcessPool, TimeoutError):
                 self.deaths += 1
+                _log.warning("data worker replaced at sample %s", sample_name(split, index))
                 worker.replace()
         sample = sample_name(split, index)
         raise SampleError(

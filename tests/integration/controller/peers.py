@@ -188,6 +188,8 @@ class Node:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for server in self.servers.values():
             await server.stop(0)
+        # gRPC's own sockets live as long as any of its objects.
+        self.servers.clear()
         await self.registry.close()
 
     def event(self, body, plan: StepPlan | None, *, sender=BROKER, group=None, work=None) -> Event:

@@ -12,7 +12,7 @@ from common.vlm.initialise import ModelSpec, TokenizerSpec, initialise
 from rollplex import InvalidArgument, load_recipe
 from tests.integration.controller.conftest import recipe
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +32,13 @@ async def _rollplex(controller, *arguments) -> tuple[int, str, str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(50):
-        out, err = await process.communicate()
+    try:
+        async with asyncio.timeout(100):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return process.returncode, out.decode(), err.decode()
 
 
