@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
@@ -9,6 +10,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import grpc
 import psutil
 import pytest
 
@@ -46,8 +48,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
+@pytest.fixture(scope="session", autouse=True)
+def grpc_poller() -> None:
+    """gRPC opens a socket pair once a process and keeps it: have it before the first test."""
+
+    async def start() -> None:
+        grpc.aio.init_grpc_aio()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(start())
+    loop.close()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left_open() -> Iterator[None]:
+def nothing_is_left_open(grpc_poller: None) -> Iterator[None]:
     """Fail a test after which more is open than before it."""
     before = _held()
     yield

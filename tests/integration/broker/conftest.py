@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 import pytest_asyncio
 
@@ -92,12 +91,6 @@ class Broker:
     @property
     def fds(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def grpc_poller() -> None:
-    """gRPC opens a socket pair once a process and keeps it: have it before the first test."""
-    grpc.aio.init_grpc_aio()
 
 
 def free_port() -> int:

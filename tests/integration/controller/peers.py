@@ -96,11 +96,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.incarnation = Incarnation(uuid.uuid4().hex)
         self.configured: list[int] = []
         self.released: list[str] = []
-        self.refuse: Exception | None = None
+        self.refuse = ""
 
     async def Configure(self, request, context):
-        if self.refuse is not None:
-            raise self.refuse
+        if self.refuse:
+            raise RuntimeError(self.refuse)
         self.configured.append(request.epoch)
         is_learner = self.participant.service is Service.LEARNER
         return worker_pb2.ConfigureReply(

@@ -234,7 +234,7 @@ async def test_a_worker_that_never_configures_fails_the_run_with_its_words(
 ):
     run_id = await queue_run()
     worker = next(w for p, w in node.workers.items() if p.service is Service.REFERENCE)
-    worker.refuse = RuntimeError("no such weights")
+    worker.refuse = "no such weights"
     controller.start()
     async with await controller.client() as client:
         run = await _ended(client, run_id)

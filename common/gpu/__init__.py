@@ -1,0 +1,1 @@
+"""What the CUDA driver offers beyond torch: shareable memory, streams on some SMs, MPS."""
