@@ -94,4 +94,4 @@ def _held() -> Counter[str]:
 
 
 def _describe(left: Counter[str]) -> str:
-    return ", ".join(f"{number} × {kind}" for kind, number in sorted(left.items()))
+    return ", ".join(f"{kind}: {number}" for kind, number in sorted(left.items()))

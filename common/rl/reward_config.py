@@ -16,7 +16,10 @@ class RewardFunction(FrozenConfig):
     """`module:function` or `path/to/file.py:function`, called as
     `function(completion: str, row: dict) -> float`."""
     weight: float = Field(default=1.0)
-    """Factor of its value in the response's reward."""
+    """Factor of its value in the reward of a response that trains; 0: not called there."""
+    eval_weight: float | None = Field(default=None)
+    """Factor of its value in the reward of a held-out response; 0: not called there; unset: the
+    same as `weight`. It keeps terms that only shape the training out of the accuracy."""
 
     @field_validator("function")
     @classmethod
@@ -33,7 +36,8 @@ class RewardConfig(FrozenConfig):
     functions: tuple[RewardFunction, ...] = Field(min_length=1)
     """The reward functions; each is named once."""
     time_limit_s: float = Field(default=10.0, gt=0)
-    """Longest run of one function on one response; its process is killed after that."""
+    """Longest run of one function on one response; its process is killed after that. A function may
+    be called again on responses of the same group that it had finished before."""
     on_error: Literal["drop_group", "default", "stop"] = "drop_group"
     """What an exception, an overrun, a NaN or a value that is not a number leads to: the group
     takes no further part in the step, the function counts as `default_value`, or the run stops."""
@@ -53,4 +57,23 @@ class RewardConfig(FrozenConfig):
                 f"default_value = {self.default_value} with on_error = {self.on_error!r}: "
                 'has a meaning only with on_error = "default"'
             )
+        for evaluation, key in ((False, "weight"), (True, "eval_weight")):
+            if not self.weights(evaluation=evaluation):
+                raise ValueError(f"functions: one of them must have {key} other than 0")
         return self
+
+    def weights(self, *, evaluation: bool) -> dict[str, float]:
+        """The functions that are called in a step, in their order, and the weight of each.
+
+        Args:
+            evaluation: the step evaluates held-out responses.
+        """
+        weights = {
+            function.function: (
+                function.weight
+                if function.eval_weight is None or not evaluation
+                else function.eval_weight
+            )
+            for function in self.functions
+        }
+        return {name: weight for name, weight in weights.items() if weight != 0}

@@ -1,7 +1,8 @@
 """A process's side of the memory broker's data plane. Needs no torch.
 
 Awaited calls belong to the event loop that connected. One-way calls (`seal`, `abandon`, `release`)
-may come from any thread. All leases and holds of a process end with its connection.
+may come from any thread. All leases and holds of a process end with its connection. Children have
+to be spawned, not forked: a forked one keeps the connection open, and so its parent's death unseen.
 """
 
 from __future__ import annotations

@@ -249,6 +249,7 @@ class DataPlane:
     def _end(self, session: _Session, reason: str) -> None:
         if self._sessions.pop(session.id, None) is None:
             return
+        log.info("session ended", extra={"peer": str(session), "reason": reason})
         loop = asyncio.get_running_loop()
         loop.remove_reader(session.sock.fileno())
         loop.remove_writer(session.sock.fileno())
@@ -256,6 +257,5 @@ class DataPlane:
         for packet in session.outbox:
             packet.close()
         session.outbox.clear()
-        log.info("session ended", extra={"peer": str(session), "reason": reason})
         if session.participant is not None:
             self._handler.lost(session.id, reason)

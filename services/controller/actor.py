@@ -162,7 +162,7 @@ class ControllerActor(Actor[Message]):
                 if message.run_id == self._active:
                     self._advance(self._machines[message.run_id], message.message)
             case Saved():
-                self.feeds[message.record.run_id].saved(message.record, message.step)
+                self._saved(message)
             case PhasesSeen():
                 self._phases_seen(message.phases)
             case TaskEnded():
@@ -226,6 +226,14 @@ class ControllerActor(Actor[Message]):
         )
         self._start_next()
 
+    def _saved(self, message: Saved) -> None:
+        record, feed = message.record, self.feeds[message.record.run_id]
+        if record.state is not feed.record.state:
+            log.info(
+                "state", extra={"run": record.run_id, "is": record.state, "reason": record.reason}
+            )
+        feed.saved(record, message.step)
+
     def _give_up(self, record: RunRecord, reason: str) -> None:
         failed = replace(record, state=RunState.FAILED, reason=reason, ended_unix_ms=now_unix_ms())
         self._write(lambda: self._store.save(failed), Saved(record=failed))
@@ -272,7 +280,7 @@ class ControllerActor(Actor[Message]):
         before = machine.phase
         instructions = machine.handle(message)
         if machine.phase is not before:
-            log.info(
+            log.debug(
                 "phase",
                 extra={"run": machine.record.run_id, "from": before, "to": machine.phase},
             )
@@ -370,6 +378,7 @@ class ControllerActor(Actor[Message]):
             self.cancel(self._watch_name)
             self._watch_name = ""
         self._active = None
+        self.phases = []
         self._start_next()
 
     def _answer_checkpoint(self, answer: do.AnswerCheckpoint) -> None:
@@ -428,6 +437,6 @@ class ControllerActor(Actor[Message]):
             await asyncio.sleep(self._config.status_interval_s)
 
     def _phases_seen(self, phases: list[PhaseSeen]) -> None:
-        self.phases = phases
         if self._active is not None:
+            self.phases = phases
             self.feeds[self._active].phases(phases)

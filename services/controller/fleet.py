@@ -221,8 +221,8 @@ class Fleet:
             reply = await stub.Check(
                 health_pb2.HealthCheckRequest(service=""), timeout=_HEALTH_DEADLINE_S
             )
-        except RollplexError as error:
-            return f"{where} does not answer: {error}"
+        except RollplexError:
+            return f"{where} does not answer"
         if reply.status != health_pb2.HealthCheckResponse.SERVING:
             name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
             return f"{where} says {name}"

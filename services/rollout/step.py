@@ -206,7 +206,12 @@ class RolloutStep:
             for tokens in responses
         ]
         start_ns = time.monotonic_ns()
-        outcome = await self._run.rewards.score(group, completions, [prompt.row] * len(completions))
+        outcome = await self._run.rewards.score(
+            group,
+            completions,
+            [prompt.row] * len(completions),
+            evaluation=scope.plan.mode is StepMode.EVAL,
+        )
         span = WorkSpan(task=Task.REWARD, start_ns=start_ns, end_ns=time.monotonic_ns())
         body: bodies.Body
         if outcome.dropped:

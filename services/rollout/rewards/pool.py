@@ -3,76 +3,52 @@
 A function that overruns is ended with its process, which a fresh one replaces; the workers end
 with this process, however it ends.
 
+A call of a worker costs far more than a quick function, so one call takes all responses of a
+group for one function. Where that does not do, the responses get a call each: those that the
+worker did not begin because the others took long, all of them if the call overran or its process
+ended, so that only the culprit fails, and from the outset where the function was slow before.
+
 Shapes: G responses of a group, F reward functions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import time
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from services.rollout.rewards import worker
-from services.rollout.rewards.errors import RewardFailed, RewardFunctionInvalid
+from services.rollout.rewards.errors import RewardFunctionInvalid
 from services.rollout.rewards.metrics import REWARD_FAILURES, REWARD_SECONDS
+from services.rollout.rewards.outcome import Pair, RewardOutcome, reward_outcome, timing
 from services.rollout.rewards.worker import Evaluation, FailureKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from common.ids import GroupId
     from common.rl.reward_config import RewardConfig
 
+Call = tuple[str, tuple[int, ...]]
+"""A function's name and the responses, by index, that one call of a worker is for."""
+Results = dict[Pair, Evaluation]
+
 _LOADING_LIMIT_S = 120.0
 """Longest import of all reward functions in one worker."""
 _QUEUED_PER_WORKER = 4
-"""Evaluations given to the pool for each worker; enough to keep it busy, the rest wait here."""
+"""Calls given to the pool for each worker; enough to keep it busy, the rest wait here."""
+_SHARED_CALL_S = 0.1
+"""Longest time for which one call goes on to further responses. A function that needs more for a
+group is slow: a call of a worker costs little beside it, and all workers should share the group."""
 _POOL_CHECK_S = 0.5
-"""How often a waiting evaluation looks whether its pool still works."""
+"""How often a waiting call looks whether its pool still works."""
 _ATTEMPTS = 2
-"""Tries of an evaluation whose worker pool broke down under it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFailure:
-    """One function that gave no usable value for one response."""
-
-    function: str
-    sample: int
-    """Index of the response in its group."""
-    kind: FailureKind
-    cause: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionTiming:
-    """How long one function took on the responses of a group."""
-
-    evaluations: int = 0
-    total_s: float = 0.0
-    longest_s: float = 0.0
-    longest_sample: int = -1
-    """Index of the response that took longest; -1: none was evaluated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardOutcome:
-    """The rewards of one group."""
-
-    group: GroupId
-    dropped: bool
-    """The group takes no further part in the step; the failures say why."""
-    rewards: tuple[float, ...]
-    """G weighted sums; empty if dropped."""
-    values: Mapping[str, tuple[float, ...]]
-    """G values of each function before its weight; empty if dropped."""
-    failures: tuple[RewardFailure, ...]
-    timings: Mapping[str, FunctionTiming]
+"""Tries of a call whose worker pool broke down under it."""
 
 
 class RewardPool:
@@ -83,6 +59,8 @@ class RewardPool:
         self._functions = tuple(function.function for function in config.functions)
         self._pool: ProcessPool | None = None
         self._slots = asyncio.Semaphore(_QUEUED_PER_WORKER * config.workers)
+        self._slow: set[str] = set()
+        """Functions whose last group took too long for a shared call."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -117,66 +95,93 @@ class RewardPool:
             await asyncio.to_thread(_end, pool)
 
     async def score(
-        self, group: GroupId, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self,
+        group: GroupId,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        evaluation: bool,
     ) -> RewardOutcome:
-        """Evaluate all functions on all responses of a group.
+        """Evaluate the functions of a step on all responses of a group.
 
         Cancelling it ends the running evaluations with their workers.
 
         Args:
             completions: G texts.
             rows: G rows of the data set, as a rule one row G times.
+            evaluation: the step evaluates held-out responses, which have weights of their own.
         Raises: RewardFailed if a function failed and the recipe says that the run stops.
         """
-        pairs = [(name, sample) for name in self._functions for sample in range(len(completions))]
-        tasks = [
-            asyncio.create_task(self._evaluate(name, completions[sample], rows[sample]))
-            for name, sample in pairs
-        ]
+        weights = self._config.weights(evaluation=evaluation)
+        samples = tuple(range(len(completions)))
+        call = functools.partial(self._call, completions=completions, rows=rows)
+        results: Results = {}
+        if samples:
+            shared = [(name, samples) for name in weights if name not in self._slow]
+            single = [(name, (i,)) for name in weights if name in self._slow for i in samples]
+            decided = await self._gather([call(each) for each in (*shared, *single)], results)
+            left = [(name, (i,)) for name in weights for i in samples if (name, i) not in results]
+            if left and not decided:
+                await self._gather([call(each) for each in left], results)
+        self._note(weights, results)
+        return reward_outcome(self._config, group, len(completions), weights, results)
+
+    async def _gather(self, calls: Iterable[Coroutine[Any, Any, Results]], into: Results) -> bool:
+        """Run calls at the same time. Returns whether a failure made the others needless."""
+        tasks = [asyncio.create_task(call) for call in calls]
         try:
             for finished in asyncio.as_completed(tasks):
-                failed = (await finished).failure is not None
+                results = await finished
+                into.update(results)
+                failed = any(result.failure is not None for result in results.values())
                 if failed and self._config.on_error != "default":
-                    break
+                    return True
         finally:
             await _cancel(tasks)
-        evaluations = {
-            pair: task.result()
-            for pair, task in zip(pairs, tasks, strict=True)
-            if not task.cancelled()
-        }
-        return self._outcome(group, len(completions), evaluations)
+        return False
 
-    async def _evaluate(self, name: str, completion: str, row: Mapping[str, Any]) -> Evaluation:
-        async with self._slots:
-            evaluation = await self._attempt(name, completion, row)
-        REWARD_SECONDS.labels(name).observe(evaluation.elapsed_s)
-        if evaluation.failure is not None:
-            REWARD_FAILURES.labels(name, evaluation.failure.value).inc()
-        return evaluation
+    async def _call(
+        self, call: Call, *, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> Results:
+        """The evaluations that one call of a worker gave; none for several responses if it failed.
 
-    async def _attempt(self, name: str, completion: str, row: Mapping[str, Any]) -> Evaluation:
+        A failure of a call with one response is that response's.
+        """
+        name, samples = call
         limit_s = self._config.time_limit_s
-        start_s = time.monotonic()
-        try:
-            evaluation: Evaluation = await self._run(
-                limit_s, worker.evaluate, name, completion, row
-            )
-        except TimeoutError:
-            evaluation = Evaluation(
-                value=0.0,
-                elapsed_s=limit_s,
-                failure=FailureKind.TIMED_OUT,
-                cause=f"ran longer than time_limit_s = {limit_s}",
-            )
-        except (ProcessExpired, BrokenProcessPool) as error:
-            evaluation = Evaluation(
-                value=0.0,
-                elapsed_s=time.monotonic() - start_s,
-                failure=FailureKind.DIED,
-                cause=f"its process ended: {error}",
-            )
-        return evaluation
+        task = functools.partial(
+            worker.evaluate,
+            time_limit_s=limit_s,
+            budget_s=min(_SHARED_CALL_S, limit_s / 2),
+        )
+        async with self._slots:
+            start_s = time.monotonic()
+            try:
+                evaluations: list[Evaluation] = await self._run(
+                    limit_s,
+                    task,
+                    name,
+                    [completions[i] for i in samples],
+                    [rows[i] for i in samples],
+                )
+            except TimeoutError:
+                evaluations = [_failed(FailureKind.TIMED_OUT, worker.overrun(limit_s), limit_s)]
+            except (ProcessExpired, BrokenProcessPool) as error:
+                elapsed_s = time.monotonic() - start_s
+                evaluations = [_failed(FailureKind.DIED, f"its process ended: {error}", elapsed_s)]
+            else:
+                return {(name, i): each for i, each in zip(samples, evaluations, strict=False)}
+        return {(name, samples[0]): evaluations[0]} if len(samples) == 1 else {}
+
+    def _note(self, names: Iterable[str], results: Results) -> None:
+        """Remember which functions are slow, and count."""
+        for name in names:
+            slow = timing(name, results).total_s > _SHARED_CALL_S
+            (self._slow.add if slow else self._slow.discard)(name)
+        for (name, _), evaluation in results.items():
+            REWARD_SECONDS.labels(name).observe(evaluation.elapsed_s)
+            if evaluation.failure is not None:
+                REWARD_FAILURES.labels(name, evaluation.failure.value).inc()
 
     async def _run(self, limit_s: float, function: Callable[..., Any], *args: object) -> Any:
         """Run one task in a worker, in a new pool if the present one has broken down.
@@ -206,69 +211,6 @@ class RewardPool:
         )
         return self._pool
 
-    def _outcome(
-        self, group: GroupId, responses: int, evaluations: Mapping[tuple[str, int], Evaluation]
-    ) -> RewardOutcome:
-        failures = tuple(
-            RewardFailure(function=name, sample=sample, kind=result.failure, cause=result.cause)
-            for (name, sample), result in evaluations.items()
-            if result.failure is not None
-        )
-        if failures and self._config.on_error == "stop":
-            first = failures[0]
-            raise RewardFailed(
-                f"reward function {first.function!r} on response {first.sample} of group {group}: "
-                f"{first.kind.value}: {first.cause}",
-                function=first.function,
-                group=int(group),
-                sample=first.sample,
-                kind=first.kind.value,
-                cause=first.cause,
-            )
-        dropped = bool(failures) and self._config.on_error == "drop_group"
-        values: dict[str, tuple[float, ...]] = {}
-        if not dropped:
-            values = {
-                name: tuple(self._value(evaluations[name, i]) for i in range(responses))
-                for name in self._functions
-            }
-        return RewardOutcome(
-            group=group,
-            dropped=dropped,
-            rewards=() if dropped else self._weighted(values, responses),
-            values=values,
-            failures=failures,
-            timings={name: _timing(name, evaluations) for name in self._functions},
-        )
-
-    def _value(self, evaluation: Evaluation) -> float:
-        return self._config.default_value if evaluation.failure else evaluation.value
-
-    def _weighted(
-        self, values: Mapping[str, tuple[float, ...]], responses: int
-    ) -> tuple[float, ...]:
-        return tuple(
-            sum(term.weight * values[term.function][i] for term in self._config.functions)
-            for i in range(responses)
-        )
-
-
-def _timing(name: str, evaluations: Mapping[tuple[str, int], Evaluation]) -> FunctionTiming:
-    elapsed = {
-        sample: result.elapsed_s
-        for (function, sample), result in evaluations.items()
-        if function == name
-    }
-    if not elapsed:
-        return FunctionTiming()
-    slowest = max(elapsed, key=lambda sample: elapsed[sample])
-    return FunctionTiming(
-        evaluations=len(elapsed),
-        total_s=sum(elapsed.values()),
-        longest_s=elapsed[slowest],
-        longest_sample=slowest,
-    )
-
 
 async def _result(pool: ProcessPool, scheduled: ProcessFuture[Any]) -> Any:
     """Wait for a scheduled task; cancelling ends it.
@@ -287,7 +229,11 @@ async def _result(pool: ProcessPool, scheduled: ProcessFuture[Any]) -> Any:
         future.cancel()
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[Evaluation]]) -> None:
+def _failed(kind: FailureKind, cause: str, elapsed_s: float) -> Evaluation:
+    return Evaluation(value=0.0, elapsed_s=elapsed_s, failure=kind, cause=cause)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Results]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,8 @@
-"""What runs in a reward worker process: a user's function on one response. Needs no torch."""
+"""What runs in a reward worker process: a user's function on responses. Needs no torch."""
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 import time
@@ -28,7 +29,7 @@ class FailureKind(StrEnum):
     RAISED = "raised"
     """It raised an exception, or could not be loaded."""
     TIMED_OUT = "timed_out"
-    """It ran longer than the time limit and was killed."""
+    """It ran longer than the time limit."""
     DIED = "died"
     """Its process ended."""
     NOT_FINITE = "not_finite"
@@ -71,23 +72,64 @@ def loading_errors() -> dict[str, str]:
     }
 
 
-def evaluate(name: str, completion: str, row: Mapping[str, Any]) -> Evaluation:
-    """Call one loaded function on one response; whatever it does becomes an `Evaluation`."""
+def evaluate(
+    name: str,
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    time_limit_s: float,
+    budget_s: float,
+) -> list[Evaluation]:
+    """Call one loaded function on several responses; whatever it does becomes an `Evaluation`.
+
+    Args:
+        completions, rows: one of each a response; every call gets a copy of its row.
+        time_limit_s: a response that takes longer has timed out, even if it came to an end.
+        budget_s: no further response is begun once all together have taken so long.
+    Returns: one evaluation for each of the first responses, and for at least one.
+    """
+    evaluations: list[Evaluation] = []
+    begin_s = time.monotonic()
+    for completion, row in zip(completions, rows, strict=True):
+        if evaluations and time.monotonic() - begin_s > budget_s:
+            break
+        own_row = copy.deepcopy(dict(row))
+        start_s = time.monotonic()
+        value, failure, cause = _call(name, completion, own_row)
+        elapsed_s = time.monotonic() - start_s
+        if elapsed_s > time_limit_s:
+            value, failure, cause = 0.0, FailureKind.TIMED_OUT, overrun(time_limit_s)
+        evaluations.append(
+            Evaluation(value=value, elapsed_s=elapsed_s, failure=failure, cause=cause)
+        )
+    return evaluations
+
+
+def overrun(time_limit_s: float) -> str:
+    """The cause of every time-out, whoever notices it."""
+    return f"ran longer than time_limit_s = {time_limit_s}"
+
+
+def _call(name: str, completion: str, row: dict[str, Any]) -> tuple[float, FailureKind | None, str]:
+    """Value, failure and cause of one response."""
     function = _functions[name]
-    start_s = time.monotonic()
     if isinstance(function, RewardFunctionInvalid):
-        return _failed(FailureKind.RAISED, str(function), start_s)
+        return 0.0, FailureKind.RAISED, str(function)
     try:
-        value = function(completion, dict(row))
+        value = function(completion, row)
+        if not isinstance(value, numbers.Real):
+            return 0.0, FailureKind.WRONG_TYPE, f"returned {type(value).__name__}"
+        number = float(value)
     except BaseException as error:  # noqa: BLE001 - a user's function may end in anything
-        cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS]
-        return _failed(FailureKind.RAISED, cause, start_s)
-    if not isinstance(value, numbers.Real):
-        return _failed(FailureKind.WRONG_TYPE, f"returned {type(value).__name__}", start_s)
-    if not math.isfinite(value):
-        return _failed(FailureKind.NOT_FINITE, f"returned {float(value)}", start_s)
-    return Evaluation(value=float(value), elapsed_s=time.monotonic() - start_s)
+        return 0.0, FailureKind.RAISED, _describe(error)
+    if not math.isfinite(number):
+        return 0.0, FailureKind.NOT_FINITE, f"returned {number}"
+    return number, None, ""
 
 
-def _failed(kind: FailureKind, cause: str, start_s: float) -> Evaluation:
-    return Evaluation(value=0.0, elapsed_s=time.monotonic() - start_s, failure=kind, cause=cause)
+def _describe(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a user's exception may fail to describe itself
+        text = "(its message cannot be read)"
+    return f"{type(error).__name__}: {text}"[:_CAUSE_CHARACTERS]

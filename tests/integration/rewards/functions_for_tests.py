@@ -64,5 +64,25 @@ async def is_async(completion, row):
 
 
 def changes_its_row(completion, row):
-    row["seen"] = row.get("seen", 0) + 1
-    return float(row["seen"])
+    row["seen"].append(completion)
+    return float(len(row["seen"]))
+
+
+def takes_a_while(completion, row):
+    time.sleep(0.0 if completion == "quick" else 0.15)
+    return 1.0
+
+
+def gives_too_much(completion, row):
+    return 10**400 if completion == "bad" else 1
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise TypeError
+
+
+def raises_the_unspeakable(completion, row):
+    if completion == "bad":
+        raise Unspeakable
+    return 1.0

@@ -15,7 +15,7 @@ async def main(pid_file):
     config = RewardConfig(functions=[{"function": FUNCTION}], time_limit_s=600, workers=2)
     row = {"pid_file": pid_file}
     async with RewardPool(config) as pool:
-        await pool.score(0, ["a", "b"], [row, row])
+        await pool.score(0, ["a", "b"], [row, row], evaluation=False)
 
 
 if __name__ == "__main__":

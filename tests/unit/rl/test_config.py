@@ -53,9 +53,26 @@ def test_reward_config_round_trips_and_names_what_is_wrong():
         ({"functions": [functions[0], functions[0]]}, "more than once"),
         ({"functions": functions, "default_value": 1.0}, "has a meaning only with"),
         ({"functions": functions, "time_limit_s": 0}, "time_limit_s"),
+        ({"functions": [{"function": "a:b", "weight": 0}]}, "must have weight other than 0"),
+        (
+            {"functions": [{"function": "a:b", "eval_weight": 0}]},
+            "must have eval_weight other than 0",
+        ),
     ]:
         with pytest.raises(ValidationError, match=message):
             RewardConfig(**wrong)
+
+
+def test_held_out_weights_are_those_of_the_training_unless_given():
+    config = RewardConfig(
+        functions=[
+            {"function": "a:b", "weight": 0.5},
+            {"function": "a:c", "weight": 2.0, "eval_weight": 0.0},
+            {"function": "a:d", "weight": 0.0, "eval_weight": -1.0},
+        ]
+    )
+    assert config.weights(evaluation=False) == {"a:b": 0.5, "a:c": 2.0}
+    assert config.weights(evaluation=True) == {"a:b": 0.5, "a:d": -1.0}
 
 
 def test_warm_up_then_constant():
