@@ -49,6 +49,9 @@ class LossSums:
     """Sums over tokens, and maxima; `merge` joins those of several groups."""
 
     tokens: float = 0.0
+    """All response tokens, those of groups without a gradient too, whose loss is 0."""
+    measured_tokens: float = 0.0
+    """Tokens that went through the loss: those behind every other sum."""
     loss: float = 0.0
     """The unnormalised loss."""
     kl: float = 0.0
@@ -90,16 +93,21 @@ class LossSums:
         return cls(**{name: values[name] for name in _FIELDS})
 
     def means(self) -> dict[str, float]:
-        """Metrics of the step: means over its tokens, and the maxima."""
-        tokens = max(self.tokens, 1.0)
+        """Metrics of the step: means over the tokens that were measured, and the maxima.
+
+        The loss is a mean over all tokens, as the update's normalizer is. Where nothing was
+        measured, `measured_share` is 0 and the others have the values of an idle step.
+        """
+        measured = max(self.measured_tokens, 1.0)
         return {
-            "loss": self.loss / tokens,
-            "kl": self.kl / tokens,
-            "entropy": self.entropy / tokens,
-            "ratio_mean": self.ratio / tokens if self.tokens else 1.0,
+            "loss": self.loss / max(self.tokens, 1.0),
+            "measured_share": self.measured_tokens / max(self.tokens, 1.0),
+            "kl": self.kl / measured,
+            "entropy": self.entropy / measured,
+            "ratio_mean": self.ratio / measured if self.measured_tokens else 1.0,
             "ratio_deviation_max": self.ratio_deviation_max,
-            "clip_low_share": self.clipped_low / tokens,
-            "clip_high_share": self.clipped_high / tokens,
+            "clip_low_share": self.clipped_low / measured,
+            "clip_high_share": self.clipped_high / measured,
             "mismatch_k3": self.mismatch_k3 / max(self.mismatch_tokens, 1.0),
             "mismatch_abs_max": self.mismatch_abs_max,
         }
@@ -165,9 +173,11 @@ def _sums(
         values["mismatch_k3"] = kl_per_token(engine_T, trainer_T, KlEstimator.K3).sum()
         values["mismatch_abs_max"] = (engine_T - trainer_T).abs().amax()
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
-    measured = 0.0 if batch.engine_logprobs is None else tokens
     return LossSums(
-        tokens=tokens, mismatch_tokens=measured, **dict(zip(values, numbers, strict=True))
+        tokens=tokens,
+        measured_tokens=tokens,
+        mismatch_tokens=0.0 if batch.engine_logprobs is None else tokens,
+        **dict(zip(values, numbers, strict=True)),
     )
 
 

@@ -4,7 +4,8 @@ Everything works in place on flat slices of shared storage, in the order of the 
 parameters with weight decay, then those without. Frozen parameters are not in these slices.
 Masters, moments and gradients are float32, or float64 with a float64 model. Nothing is kept
 outside the slices: the step count is the weights version, so an optimizer made from saved masters
-and moments continues bit for bit.
+and moments continues bit for bit. A version without an update (no gradient, or one that was not
+finite) counts too; all it does is to end the bias correction of the first steps a little sooner.
 
 Shapes: P trainable elements.
 """
@@ -41,11 +42,16 @@ class UpdateReport:
 class FlatAdamW:
     """AdamW on at most two flat parameters whose moments lie in storage that is given.
 
+    Cheap to make: it allocates nothing of size P, so every update may make its own. It keeps
+    views of the slices, so the storage has to outlive it. It checks no values; `apply_update`
+    keeps gradients that are not finite away from it.
+
     Args:
         master_P: [P] float32 or float64; the weights, changed in place.
         moments_2P: [2, P], same dtype; first and second moments, changed in place; zeros at first.
         decay_elements: length of the leading part that has weight decay.
-        version: updates that these masters have had.
+        version: of the weights that `master_P` holds; `step` leads to the next one.
+        config: decay, betas and eps; the learning rate is given to each `step`.
     Raises: ShapeError if the slices disagree.
     """
 
@@ -93,6 +99,9 @@ class FlatAdamW:
 
         Args:
             gradients_P: [P] of the masters' dtype; only read.
+            learning_rate: of this update.
+        Raises: ShapeError if the gradients are not [P].
+        Sync: none.
         """
         if gradients_P.shape != self._master_P.shape:
             raise ShapeError(

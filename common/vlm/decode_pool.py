@@ -81,6 +81,8 @@ class DecodePool:
         )
         """[L, 2, B, S, K, Rc, D]."""
         self._slots: dict[int, Slot] = {}
+        self._left_over: dict[int, tuple[int, int]] = {}
+        """Tokens in the shared and in the private parts of a free slot that had a tenant."""
 
     @property
     def nbytes(self) -> int:
@@ -109,9 +111,7 @@ class DecodePool:
             raise DecodePoolFull(
                 f"a prefix of {prefix.tokens} tokens does not fit slots of {self.prefix_tokens}"
             )
-        # what the last tenant left is masked, but a masked NaN is still a NaN
-        self.shared[:, :, free].zero_()
-        self.private[:, :, free].zero_()
+        self._clean(free, prefix.tokens)
         prefix.pack(self.shared[:, :, free, :, : prefix.tokens])
         self._slots[free] = Slot(
             last_token=last_token,
@@ -126,8 +126,19 @@ class DecodePool:
 
         Raises: DecodeStateInvalid if it is free already.
         """
-        self.slot(slot)
+        state = self.slot(slot)
         del self._slots[slot]
+        self._left_over[slot] = (state.shared_tokens, max(state.lane_tokens, default=0))
+
+    def grow(self, prefix_tokens: int) -> None:
+        """Make room for prefixes of at least this length; what the slots hold stays.
+
+        Takes the memory of the new shared part beside the old one while it copies.
+        """
+        more = prefix_tokens - self.prefix_tokens
+        if more > 0:
+            self.shared = torch.nn.functional.pad(self.shared, (0, 0, 0, more))
+            self.prefix_tokens = prefix_tokens
 
     def slot(self, slot: int) -> Slot:
         """State of a slot in use.
@@ -138,3 +149,13 @@ class DecodePool:
         if state is None:
             raise DecodeStateInvalid(f"slot {slot} holds no group", slot=slot)
         return state
+
+    def _clean(self, slot: int, prefix_tokens: int) -> None:
+        """Zero what the last tenant left where the next one will not overwrite it at once.
+
+        It is masked: a key's score is replaced, but a value is multiplied by a weight of 0, which
+        a NaN or an infinity survives. So values have to go, and nothing else.
+        """
+        shared_tokens, private_tokens = self._left_over.pop(slot, (0, 0))
+        self.shared[:, 1, slot, :, prefix_tokens:shared_tokens].zero_()
+        self.private[:, 1, slot, :, :, :private_tokens].zero_()

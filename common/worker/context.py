@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from common.config.recipe import Recipe
 from common.ids import Participant, RunId, Service
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.config.recipe import Recipe
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
 

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from common.bus.client import BusClient, HubRestarted
-from common.config.deployment import Deployment
-from common.errors import RollplexError
-from common.events import Event
-from common.ids import Incarnation, Participant
+from common.errors import Unavailable
 from common.tensors.client import BrokerClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from common.config.deployment import Deployment
+    from common.events import Event
+    from common.ids import Incarnation, Participant
 
 _numbers = itertools.count(1)
 
 
-class LinkDown(RollplexError):
+class LinkDown(Unavailable):
     """One of the two connections has ended."""
 
 
 class Link:
-    """Both connections, alive or lost together: storages die with the broker."""
+    """Both connections, alive or lost together: storages die with the broker.
+
+    Attributes:
+        number: no two links of a process have the same.
+    """
 
     def __init__(self, broker: BrokerClient, bus: BusClient) -> None:
         self.number = next(_numbers)
         self.broker = broker
         self.bus = bus
+        self._lost = ""
+
+    @property
+    def lost(self) -> str:
+        """Why it is of no use any more; empty: it is."""
+        return self._lost or self.broker.closed_reason
+
+    def lose(self, reason: str) -> None:
+        """One half was lost, and so the other is of no use either."""
+        self._lost = self._lost or reason
 
     @classmethod
     async def open(
@@ -37,6 +55,7 @@ class Link:
         try:
             await bus.start()
         except BaseException:
+            await bus.close(linger_s=0.0)
             await broker.close()
             raise
         return cls(broker, bus)
@@ -56,6 +75,6 @@ class Link:
         return self.broker.closed_reason
 
     async def close(self) -> None:
-        """Close both. Idempotent."""
-        await self.bus.close()
+        """Close both; what was published to a hub that is gone is dropped. Idempotent."""
+        await (self.bus.close(linger_s=0.0) if self.lost else self.bus.close())
         await self.broker.close()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.config.recipe import Recipe
-from common.events import Event
-from common.ids import Epoch, RunId, WeightsVersion
-from common.worker.work import Prepared
+if TYPE_CHECKING:
+    import asyncio
+    from pathlib import Path
+
+    from common.config.recipe import Recipe
+    from common.events import Event
+    from common.ids import Epoch, RunId, WeightsVersion
+    from common.worker.work import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,13 @@ class Quiesce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShutDown:
+    """Ask: abandon the step, give up the run, take nothing more; answered when that is done."""
+
+    answer: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
     """Ask: write a checkpoint between two steps."""
 
@@ -63,4 +73,4 @@ class LinkLost:
     reason: str
 
 
-Message = Configure | Release | Quiesce | SaveCheckpoint | EventArrived | LinkLost
+Message = Configure | Release | Quiesce | ShutDown | SaveCheckpoint | EventArrived | LinkLost

@@ -6,16 +6,19 @@ Shapes: P+1 prompt tokens, V vision tokens, h hidden width.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.tensors.lease import Lease
 from common.tensors.views import tensor_view
 from common.vlm.prompt import PromptTensors
-from common.worker.scope import TensorShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from common.tensors.lease import Lease
+    from common.worker.scope import TensorShape
 
 EMBEDDINGS = "embeddings"
 """The one tensor of a lease of vision embeddings: [V, h]."""

@@ -6,12 +6,15 @@ Shapes: G responses, T tokens of all of them, packed without padding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from common.tensors.lease import Lease
 from common.tensors.views import tensor_view
-from common.worker.scope import TensorShape
+
+if TYPE_CHECKING:
+    from common.tensors.lease import Lease
+    from common.worker.scope import TensorShape
 
 TOKENS = "tokens"
 LENGTHS = "lengths"

@@ -12,26 +12,31 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
 from common.errors import RollplexError
 from common.events import Event, WorkSpan
-from common.events.bodies import Body
-from common.ids import GroupId, LeaseId, Participant, WeightsVersion
-from common.step.tasks import Task
-from common.step.view import StepView
-from common.tensors.client import BrokerClient
-from common.tensors.lease import Lease
 from common.tensors.spec import DType, TensorSpec
-from common.tensors.storage import Hold, Storage
 from common.tensors.views import tensor_view
+from common.worker.threads import in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+    from concurrent.futures import Executor
+
+    from common.events.bodies import Body
+    from common.ids import GroupId, LeaseId, Participant, WeightsVersion
+    from common.step.tasks import Task
+    from common.step.view import StepView
+    from common.tensors.client import BrokerClient
+    from common.tensors.lease import Lease
+    from common.tensors.storage import Hold, Storage
 
 INLINE_COPY_BYTES = 1 << 20
 """Larger copies into leases leave the event loop's thread."""
@@ -39,7 +44,6 @@ HOLD_TIMEOUT_S = 300.0
 """Longest wait for a storage hold; the step's own deadline is usually shorter."""
 
 T = TypeVar("T")
-Held = TypeVar("Held", bound="Releasable")
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -68,6 +72,26 @@ class Draft:
 
     lease_id: LeaseId
     tensors: Mapping[str, torch.Tensor]
+
+
+class Rewriting:
+    """A WRITE hold of an epoch: until `touch`, letting go leaves the old version whole."""
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self._touched = False
+
+    def touch(self) -> None:
+        """The contents are about to change. Any thread."""
+        self._touched = True
+
+    async def publish(self) -> None:
+        """Make what was written readable as the hold's version."""
+        await self._hold.publish()
+
+    def release(self) -> None:
+        """Let go; unpublished changes leave the storage torn."""
+        self._hold.release(untouched=not self._touched)
 
 
 class StepScope:
@@ -117,8 +141,7 @@ class StepScope:
     async def acquire(self, *lease_ids: LeaseId) -> list[Lease]:
         """Hold leases, in the order given; waits until each is sealed."""
         leases = await self._broker.acquire(lease_ids, epoch=self.plan.epoch)
-        for lease in leases:
-            self.keep(lease)
+        self.keep(*leases)
         return leases
 
     @asynccontextmanager
@@ -175,14 +198,24 @@ class StepScope:
             name, group, tensors, consumers=consumers, next_use=next_use
         ) as draft:
             if sum(tensor.nbytes for tensor in draft.tensors.values()) > INLINE_COPY_BYTES:
-                await asyncio.to_thread(fill, draft.tensors)
+                await in_thread(lambda: fill(draft.tensors))
             else:
                 fill(draft.tensors)
         return draft.lease_id
 
     async def read(self, storage: Storage, version: WeightsVersion) -> Hold:
         """Hold a version of a storage until it is given back, or until `close`."""
-        return self.keep(await storage.hold_read(version, timeout_s=HOLD_TIMEOUT_S))
+        hold = await storage.hold_read(version, timeout_s=HOLD_TIMEOUT_S)
+        self.keep(hold)
+        return hold
+
+    async def write(
+        self, storage: Storage, version: WeightsVersion, *, timeout_s: float
+    ) -> Rewriting:
+        """Wait until every holder has let go, then be alone with a storage, to write a version."""
+        rewriting = Rewriting(await storage.hold_write(version, timeout_s=timeout_s))
+        self.keep(rewriting)
+        return rewriting
 
     @asynccontextmanager
     async def exclusive(self, storage: Storage) -> AsyncIterator[Hold]:
@@ -196,19 +229,20 @@ class StepScope:
         yield hold
         self.give_back(hold)
 
-    def keep(self, held: Held) -> Held:
-        """Give it back when the epoch ends; at once, with StepOver, if it has ended."""
+    def keep(self, *held: Releasable) -> None:
+        """Give all of it back when the epoch ends; at once, with StepOver, if it has ended."""
         if self.closed:
-            held.release()
+            for item in held:
+                item.release()
             self.check()
-        self._held.append(held)
-        return held
+        self._held.extend(held)
 
     def give_back(self, *held: Releasable) -> None:
         """Release before the end of the epoch."""
         for item in held:
             item.release()
-            if item in self._held:
+            # `close` may be taking it out at this moment, in the compute thread.
+            with contextlib.suppress(ValueError):
                 self._held.remove(item)
 
     async def publish(

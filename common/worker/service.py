@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +10,13 @@ import torch
 from common.registry.runs import RunLedger
 from common.transport import BoundServicer
 from common.worker.actor import WorkerActor
-from common.worker.messages import Quiesce
+from common.worker.messages import ShutDown
 from common.worker.servicer import WorkerServicer
 from protos.rollplex.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
     from common.service.context import ServiceContext
     from common.worker.work import RunFactory
 
@@ -55,16 +56,15 @@ class WorkerService:
             group.create_task(self._report_phase(), name="phase")
 
     async def drain(self) -> None:
-        """Start nothing more, wait for what runs, give up the run."""
+        """Abandon the step: its tasks may wait for others that are going away too."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self.actor.mailbox.put(Quiesce(answer=answer))
+        await self.actor.mailbox.put(ShutDown(answer=answer))
         await answer
-        await self.actor.shut_down()
         await self.actor.stop()
 
     async def close(self) -> None:
         """Give up what `drain` did not get to. Idempotent."""
-        await self.actor.shut_down()
+        await self.actor.give_up()
         await self._ledger.close()
 
     async def _report_phase(self) -> None:

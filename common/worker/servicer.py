@@ -14,11 +14,12 @@ from common.config.loading import check
 from common.config.recipe import Recipe
 from common.ids import Epoch, RunId
 from common.worker import messages
-from common.worker.actor import WorkerActor
 from protos.rollplex.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from common.worker.actor import WorkerActor
 
 Context = grpc.aio.ServicerContext
 

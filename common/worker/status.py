@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from common.ids import Epoch, GroupId, RunId
+if TYPE_CHECKING:
+    from common.ids import Epoch, GroupId, RunId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,10 @@ Shapes: E elements of all weights of a layout, Et of its trainable part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Qwen2_5_VLConfig
 
 from common.ids import Participant, WeightsVersion
 from common.tensors.spec import DType, Residency, TensorSpec
@@ -19,9 +17,16 @@ from common.tensors.views import tensor_view
 from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
 from common.vlm.model import SplitModel
 from common.weights.binding import bind_parameters
-from common.weights.layout import WeightLayout
-from common.worker.context import RunContext
 from common.worker.scope import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from transformers import Qwen2_5_VLConfig
+
+    from common.weights.layout import WeightLayout
+    from common.worker.context import RunContext
 
 POLICY_WEIGHTS = "policy.weights"
 POLICY_OPTIMIZER = "policy.optimizer"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from common.ids import Epoch, GroupId, WeightsVersion
-from common.step.machine import Lane
-from common.step.tasks import Task
-from common.worker.context import RunContext
-from common.worker.scope import StepScope
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from common.ids import Epoch, GroupId, WeightsVersion
+    from common.step.machine import Lane
+    from common.step.tasks import Task
+    from common.worker.context import RunContext
+    from common.worker.scope import StepScope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

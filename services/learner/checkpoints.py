@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import Qwen2_5_VLConfig
 
 from common.errors import InvalidArgument
 from common.ids import WeightsVersion
 from common.vlm.checkpoint import load_checkpoint, save_checkpoint
 from common.vlm.files import CONFIG_FILE, INDEX_FILE
 from common.worker.weights import MASTERS, MOMENTS
-from services.learner.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import Qwen2_5_VLConfig
+
+    from services.learner.training_state import TrainingState
 
 MARKER = "COMMITTED"
 TRAINER_FOLDER = "trainer"
@@ -55,6 +59,8 @@ class CheckpointStore:
     def save(self, version: WeightsVersion, *, recipe_json: str, keep: int) -> Path:
         """Write the state as one committed checkpoint and remove the oldest beyond `keep`.
 
+        Newer ones, of steps that are being run again, are neither counted nor removed.
+
         Returns: its folder. A committed folder of this version is left as it is.
         """
         place = self._folder / f"{_PREFIX}{version:08d}"
@@ -65,7 +71,7 @@ class CheckpointStore:
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)
             _flush(self._folder)
-        self._prune(keep)
+        self._prune(keep, newest=place)
         return place
 
     def load(self, folder: Path) -> None:
@@ -109,9 +115,11 @@ class CheckpointStore:
         (draft / MARKER).touch()
         _flush(draft)
 
-    def _prune(self, keep: int) -> None:
+    def _prune(self, keep: int, *, newest: Path) -> None:
         committed = sorted(
-            path for path in self._folder.glob(f"{_PREFIX}*") if (path / MARKER).is_file()
+            path
+            for path in self._folder.glob(f"{_PREFIX}*")
+            if path.name <= newest.name and (path / MARKER).is_file()
         )
         for path in committed[:-keep]:
             shutil.rmtree(path)

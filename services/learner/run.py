@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import NotFound
 from common.ids import Epoch, Service, WeightsVersion
 from common.registry.runs import DurableRecord
 from common.step.machine import Lane
 from common.step.tasks import Task
-from common.tensors.storage import Hold, Storage, StorageSpec
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.files import check_model_files
-from common.worker.context import RunContext
-from common.worker.scope import StepScope
+from common.worker.threads import in_thread
 from common.worker.weights import (
     POLICY_GRADIENTS,
     POLICY_OPTIMIZER,
@@ -31,6 +29,13 @@ from services.learner.checkpoints import CheckpointInvalid, CheckpointStore, ver
 from services.learner.shadow import HostShadow
 from services.learner.step import LearnerStep
 from services.learner.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.tensors.storage import Hold, Storage, StorageSpec
+    from common.worker.context import RunContext
+    from common.worker.scope import StepScope
 
 log = logging.getLogger(__name__)
 
@@ -127,32 +132,19 @@ class LearnerRun:
         version = self._version
         assert version is not None, "prepare comes before save_checkpoint"
         recipe = self.context.recipe
-        path = await asyncio.to_thread(
-            self.checkpoints.save,
-            version,
-            recipe_json=recipe.model_dump_json(),
-            keep=recipe.training.keep_checkpoints,
+        path = await in_thread(
+            lambda: self.checkpoints.save(
+                version,
+                recipe_json=recipe.model_dump_json(),
+                keep=recipe.training.keep_checkpoints,
+            )
         )
         record = DurableRecord(kind="checkpoint", version=version, location=str(path), epoch=epoch)
         await self.context.ledger.commit_durable(self.context.run_id, record)
         return path, version
 
-    async def hold_for_update(self, version: WeightsVersion, timeout_s: float) -> list[Hold]:
-        """Be alone with optimizer state and weights; waits for every reader."""
-        holds: list[Hold] = []
-        try:
-            for storage in (self.optimizer, self.weights):
-                holds.append(await storage.hold_write(version, timeout_s=timeout_s))  # noqa: PERF401 - each waits
-        except BaseException:
-            for hold in holds:
-                hold.release(untouched=True)
-            raise
-        return holds
-
-    async def publish(self, holds: list[Hold], version: WeightsVersion) -> None:
-        """Make what was written under the holds readable as this version."""
-        for hold in holds:
-            await hold.publish()
+    def published(self, version: WeightsVersion) -> None:
+        """An update has made this version readable, and durable where the recipe wants that."""
         self._version = version
 
     async def close(self) -> None:
@@ -183,43 +175,47 @@ class LearnerRun:
         if self.context.resume_from is not None:
             return await self._resumed(self.context.resume_from)
         start = WeightsVersion(0)
-        holds = await self.hold_for_update(start, _RESTORE_TIMEOUT_S)
-        await asyncio.to_thread(self._load_model)
-        self.state.masters_from_weights()
-        await self.publish(holds, start)
+
+        def load() -> None:
+            self._load_model()
+            self.state.masters_from_weights()
+
+        await self._rewritten(start, load)
         return start
 
     async def _restored(self, record: DurableRecord) -> WeightsVersion:
         if record.kind == "checkpoint":
             return await self._resumed(Path(record.location))
-        holds = await self.hold_for_update(record.version, _RESTORE_TIMEOUT_S)
-        try:
-            await asyncio.to_thread(self._load_model)
-            await asyncio.to_thread(self.shadow.restore, record.location)
-        except BaseException:
-            _let_go(holds)
-            raise
-        await self.publish(holds, record.version)
+
+        def restore() -> None:
+            self._load_model()
+            self.shadow.restore(record.location)
+
+        await self._rewritten(record.version, restore)
         log.info("restored", extra={"version": record.version, "copy": record.location})
         return record.version
 
     async def _resumed(self, folder: Path) -> WeightsVersion:
         version = version_of(folder)
-        holds = await self.hold_for_update(version, _RESTORE_TIMEOUT_S)
-        try:
-            await asyncio.to_thread(self.checkpoints.load, folder)
-        except BaseException:
-            _let_go(holds)
-            raise
-        await self.publish(holds, version)
+        await self._rewritten(version, lambda: self.checkpoints.load(folder))
         log.info("restored", extra={"version": version, "copy": str(folder)})
         return version
+
+    async def _rewritten(self, version: WeightsVersion, fill: Callable[[], None]) -> None:
+        """Fill optimizer state and weights anew and publish them; torn if that fails."""
+        holds: list[Hold] = []
+        try:
+            for storage in (self.optimizer, self.weights):
+                holds.append(  # noqa: PERF401 - each waits
+                    await storage.hold_write(version, timeout_s=_RESTORE_TIMEOUT_S)
+                )
+            await in_thread(fill)
+            for hold in holds:
+                await hold.publish()
+        finally:
+            for hold in holds:
+                hold.release()
 
     def _load_model(self) -> None:
         base = self.context.resume_from or self.context.recipe.model.path
         load_checkpoint(base, self.shape.layout, self.state.weights)
-
-
-def _let_go(holds: list[Hold]) -> None:
-    for hold in holds:
-        hold.release()

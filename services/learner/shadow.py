@@ -9,13 +9,17 @@ Shapes: Et trainable elements.
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import NotFound
-from common.ids import WeightsVersion
-from services.learner.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.ids import WeightsVersion
+    from services.learner.training_state import TrainingState
 
 SLOTS = 2
 

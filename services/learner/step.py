@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +16,18 @@ from common.rl.losses import LossSums, ScoredResponses, policy_loss
 from common.rl.lr import learning_rate
 from common.rl.optimizer import FlatAdamW, UpdateReport, apply_update
 from common.step.tasks import Task
-from common.step.view import GroupView
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.responses import LOGPROBS, PackedResponses, packed_responses
-from common.worker.scope import StepScope
 from common.worker.weights import KV
 from services.learner.errors import TooManyNonFinite
 from services.learner.step_metrics import step_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from common.step.view import GroupView
+    from common.worker.scope import StepScope
     from services.learner.run import LearnerRun
 
 
@@ -161,23 +162,32 @@ class LearnerStep:
     # ---------------------------------------------------------------- update
 
     async def _update(self, cause_id: str) -> None:
+        """Change the weights, make that durable, publish it: in this order.
+
+        Whatever ends it in between leaves the old version whole, or the storages torn and a
+        durable copy that is whole.
+        """
         scope, run = self._scope, self._run
         version = WeightsVersion(scope.view.version + 1)
         deadline_s = run.context.recipe.training.step_deadline_s
-        written = False
         async with scope.exclusive(run.gradients):
-            holds = await run.hold_for_update(version, deadline_s)
-            try:
-                scope.check()
-                written = True
-                update = await scope.run(Task.UPDATE, lambda: self._apply(version))
-                metrics = step_metrics(scope.view, update.value)
-                await self._make_durable(version, metrics)
-                await run.publish(holds, version)
-            except BaseException:
-                for hold in holds:
-                    hold.release(untouched=not written)
-                raise
+            rewritings = [
+                await scope.write(storage, version, timeout_s=deadline_s)
+                for storage in (run.optimizer, run.weights)
+            ]
+
+            def apply() -> UpdateReport | None:
+                for rewriting in rewritings:
+                    rewriting.touch()
+                return self._apply(version)
+
+            update = await scope.run(Task.UPDATE, apply)
+            metrics = step_metrics(scope.view, update.value)
+            await self._make_durable(version, metrics)
+            for rewriting in rewritings:
+                await rewriting.publish()
+            run.published(version)
+            scope.give_back(*rewritings)
         body = bodies.WeightsPublished(weights_version=version, metrics=metrics)
         await scope.publish(body, span=update.span, cause_id=cause_id)
 

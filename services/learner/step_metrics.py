@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from typing import TYPE_CHECKING
 
 from common.rl.losses import LossSums
-from common.rl.optimizer import UpdateReport
-from common.step.view import StepView
+
+if TYPE_CHECKING:
+    from common.rl.optimizer import UpdateReport
+    from common.step.view import StepView
 
 
 def step_metrics(view: StepView, update: UpdateReport | None) -> dict[str, float]:

@@ -6,14 +6,17 @@ Shapes: E elements of all weights, Et of the trainable ones; see `common.weights
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from common.rl.optimizer import cast_weights
-from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
-from common.weights.layout import WeightLayout
 from common.worker.weights import FLAT, MASTERS, MOMENTS
+
+if TYPE_CHECKING:
+    import torch
+
+    from common.tensors.storage import Storage
+    from common.weights.layout import WeightLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

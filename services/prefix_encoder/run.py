@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,13 +11,9 @@ from common.errors import FailedPrecondition
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
-from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
-from common.vlm.model import SplitModel
 from common.vlm.names import VISUAL
 from common.weights.binding import views
-from common.worker.context import RunContext
-from common.worker.scope import StepScope
 from common.worker.weights import (
     FLAT,
     POLICY_GRADIENTS,
@@ -30,6 +26,14 @@ from common.worker.weights import (
 )
 from common.worker.work import Prepared
 from services.prefix_encoder.step import PrefixEncoderStep
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.tensors.storage import Storage
+    from common.vlm.model import SplitModel
+    from common.worker.context import RunContext
+    from common.worker.scope import StepScope
 
 COMPUTE_ORDER = (
     Task.PREFIX_BACKWARD,
@@ -97,16 +101,20 @@ class PrefixEncoderRun:
             )
         source = SampleSource.from_config(str(recipe.model.path), recipe.data)
         pool = SamplePool(source, workers=recipe.data.workers)
-        await pool.start()
-        return cls(
-            context,
-            pool,
-            policy=policy_shape(context),
-            weights=weights,
-            gradients=gradients,
-            reference=reference,
-            reference_weights=reference_weights,
-        )
+        try:
+            await pool.start()
+            return cls(
+                context,
+                pool,
+                policy=policy_shape(context),
+                weights=weights,
+                gradients=gradients,
+                reference=reference,
+                reference_weights=reference_weights,
+            )
+        except BaseException:
+            await pool.close()
+            raise
 
     async def prepare(self) -> Prepared:
         """Nothing to make good: what a step needs, it holds itself."""

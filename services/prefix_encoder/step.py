@@ -19,15 +19,15 @@ from common.ids import GroupId, LeaseId, Participant, Service
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
-from common.tensors.storage import Hold
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV, prefix_backward
-from common.vlm.prompt import PromptTensors
 from common.worker.prompts import EMBEDDINGS, prompt_tensors
-from common.worker.scope import StepScope
 from common.worker.weights import KV, REFERENCE_VERSION
 
 if TYPE_CHECKING:
+    from common.tensors.storage import Hold
+    from common.vlm.prompt import PromptTensors
+    from common.worker.scope import StepScope
     from services.prefix_encoder.run import PrefixEncoderRun
 
 

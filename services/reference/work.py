@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,14 +12,11 @@ from common.events.bodies import ModelRole
 from common.ids import Epoch, GroupId, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
-from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
 from common.vlm.checkpoint import load_checkpoint
-from common.vlm.model import SplitModel
 from common.vlm.prefix import PrefixKV
-from common.worker.context import RunContext
 from common.worker.responses import LOGPROBS, packed_responses
-from common.worker.scope import StepScope
+from common.worker.threads import in_thread
 from common.worker.weights import (
     FLAT,
     KV,
@@ -32,6 +28,14 @@ from common.worker.weights import (
     shared_model,
 )
 from common.worker.work import Prepared
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.tensors.storage import Storage
+    from common.vlm.model import SplitModel
+    from common.worker.context import RunContext
+    from common.worker.scope import StepScope
 
 
 class ReferenceRun:
@@ -70,13 +74,14 @@ class ReferenceRun:
         if self._weights.version is None or self._weights.torn:
             hold = await self._weights.hold_write(REFERENCE_VERSION)
             model = self.context.recipe.model
-            await asyncio.to_thread(
-                load_checkpoint,
-                model.reference_path or model.path,
-                self.shape.layout,
-                tensor_view(self._weights, FLAT),
-            )
-            await hold.publish()
+            flat = tensor_view(self._weights, FLAT)
+            with hold:
+                await in_thread(
+                    lambda: load_checkpoint(
+                        model.reference_path or model.path, self.shape.layout, flat
+                    )
+                )
+                await hold.publish()
         if self.model is None:
             self.model = shared_model(self.context, self.shape, self._weights, None)
         return Prepared(facts={"parameters": str(self.shape.layout.total_elements)})

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from common.ids import GroupId
 from common.step.tasks import Task
-from common.worker.scope import StepScope
-from services.rollout.engines.protocol import Engine, FinishedGroup, GroupRequest, StepSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from common.ids import GroupId
+    from common.worker.scope import StepScope
+    from services.rollout.engines.protocol import Engine, FinishedGroup, GroupRequest, StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,25 @@ Shapes: T tokens of a group's packed responses, G responses.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from common.errors import NotFound
-from common.ids import GroupId, StepIndex
+from common.errors import InvalidArgument
 from services.rollout.engines.protocol import FinishedGroup, RecordedResponses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from common.ids import GroupId, StepIndex
+
+
+class RecordingInvalid(InvalidArgument):
+    """Recorded responses that are missing or do not fit the step; the message names the file."""
 
 
 class Recording:
@@ -27,12 +36,12 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path | str, step: StepIndex) -> Recording:
-        """Raises NotFound if the folder has no readable recording of the step."""
+        """Raises RecordingInvalid if the folder has no readable recording of the step."""
         path = _path(Path(folder), step)
         try:
             return cls(load_file(path), path)
         except (OSError, SafetensorError) as error:
-            raise NotFound(
+            raise RecordingInvalid(
                 f"recorded responses {path} cannot be read: {error}", path=str(path)
             ) from error
 
@@ -48,13 +57,13 @@ class Recording:
         draft.replace(path)
 
     def responses(self, group: GroupId) -> RecordedResponses:
-        """Raises NotFound for a group that was not recorded."""
+        """Raises RecordingInvalid for a group that was not recorded."""
         try:
             return RecordedResponses(
                 tokens=self._tensors[f"{group}.tokens"], lengths=self._tensors[f"{group}.lengths"]
             )
         except KeyError as error:
-            raise NotFound(f"{self._path} has no responses of group {group}") from error
+            raise RecordingInvalid(f"{self._path} has no responses of group {group}") from error
 
 
 def _path(folder: Path, step: StepIndex) -> Path:

@@ -10,6 +10,7 @@ from common.errors import FailedPrecondition
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
+from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
 from common.worker.work import Prepared
 from services.rollout.engines.native import NativeEngine
@@ -61,14 +62,24 @@ class RolloutRun:
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
         """Attach to the policy's weights, start the reward workers."""
+        rewards = RewardPool(context.recipe.reward)
+        try:
+            await rewards.start()
+            return await cls._load(context, rewards)
+        except BaseException:
+            await rewards.close()
+            raise
+
+    @classmethod
+    async def _load(cls, context: RunContext, rewards: RewardPool) -> RolloutRun:
         recipe = context.recipe
-        rewards = RewardPool(recipe.reward)
-        await rewards.start()
         weights = await context.broker.open_storage(
             context.run_id, POLICY_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
         )
         shape = policy_shape(context)
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+        tokenizer = await in_thread(
+            lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+        )
         engine = NativeEngine(
             shared_model(context, shape, weights, None), max_slots=recipe.rollout.max_slots
         )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-import torch
 
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
@@ -16,19 +12,24 @@ from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
-from common.tensors.lease import Lease
-from common.tensors.storage import Hold
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text
 from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
-from common.worker.scope import StepScope
+from common.worker.threads import in_thread
 from common.worker.weights import KV
 from services.rollout.decode_loop import DecodeLoop
 from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
 from services.rollout.recording import Recording
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from common.tensors.lease import Lease
+    from common.tensors.storage import Hold
+    from common.worker.scope import StepScope
     from services.rollout.run import RolloutRun
 
 
@@ -150,7 +151,7 @@ class RolloutStep:
         end_ns = time.monotonic_ns()
         if self._training and self._run.context.recipe.training.record_responses:
             folder = self._run.context.run_dir / "responses"
-            await asyncio.to_thread(Recording.write, folder, scope.plan.step, sampled)
+            await in_thread(lambda: Recording.write(folder, scope.plan.step, sampled))
         closed = bodies.WindowClosed(
             decode_iterations=max((f.decode_iteration for f in sampled), default=0),
             response_tokens=sum(int(f.tokens.numel()) for f in sampled),

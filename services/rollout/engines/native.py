@@ -98,7 +98,7 @@ class NativeEngine:
         """See `Engine.add_group`.
 
         Raises: GroupRequestInvalid if the request does not fit the step; EngineStateInvalid if the
-            group was added or dropped before.
+            group was added before.
         """
         spec = self._step
         if (request.recorded is not None) != spec.forced:
@@ -111,8 +111,15 @@ class NativeEngine:
         self._order.add(request)
 
     def drop_group(self, group: GroupId) -> None:
-        """See `Engine.drop_group`."""
+        """See `Engine.drop_group`.
+
+        Raises: GroupRequestInvalid for a group that the step does not have.
+        """
         self._order.drop(group)
+        for decoding in self._decoding:
+            if decoding.group == group and self._pool is not None:
+                self._pool.release(decoding.slot)
+        self._decoding = [decoding for decoding in self._decoding if decoding.group != group]
 
     def needs_next_group(self) -> bool:
         """See `Engine.needs_next_group`."""
@@ -208,10 +215,7 @@ class NativeEngine:
                 dtype=model.dtype,
                 device=model.device,
             )
-        elif self._pool.prefix_tokens < prefix_tokens:
-            more = room_tokens - self._pool.prefix_tokens
-            self._pool.shared = torch.nn.functional.pad(self._pool.shared, (0, 0, 0, more))
-            self._pool.prefix_tokens = room_tokens
+        self._pool.grow(room_tokens)
         return self._pool
 
     def _draw(self, group: GroupId, slot: int) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AdmissionOrder:
-    """Groups that were not admitted yet; each is unknown, ready or dropped."""
+    """Groups of a step; each is expected, ready, admitted or dropped."""
 
     def __init__(self, groups: Sequence[GroupId]) -> None:
         if len(set(groups)) != len(groups):
@@ -39,27 +39,25 @@ class AdmissionOrder:
         return self.next_group in self._ready
 
     def add(self, request: GroupRequest) -> None:
-        """Note that a group is ready.
+        """Note that a group is ready; one that was dropped stays so, as the two may cross.
 
         Raises: GroupRequestInvalid for a group that the step does not have; EngineStateInvalid for
-            one that was added, admitted or dropped before.
+            one that was added or admitted before.
         """
         self._require_known(request.group)
+        if request.group in self._dropped:
+            return
         if request.group in self._ready or self._was_admitted(request.group):
             raise EngineStateInvalid(f"group {request.group} was added already")
-        if request.group in self._dropped:
-            raise EngineStateInvalid(f"group {request.group} was dropped")
         self._ready[request.group] = request
 
     def drop(self, group: GroupId) -> None:
-        """Note that a group will not come. Idempotent.
+        """Note that a group is not wanted any more, wherever it is. Idempotent.
 
-        Raises: GroupRequestInvalid for a group that the step does not have; EngineStateInvalid for
-            one that was added.
+        Raises: GroupRequestInvalid for a group that the step does not have.
         """
         self._require_known(group)
-        if group in self._ready or self._was_admitted(group):
-            raise EngineStateInvalid(f"group {group} was added and cannot be dropped any more")
+        self._ready.pop(group, None)
         self._dropped.add(group)
 
     def take_next(self) -> GroupRequest:
@@ -70,7 +68,7 @@ class AdmissionOrder:
         return self._ready.pop(group)
 
     def _was_admitted(self, group: GroupId) -> bool:
-        return group not in self._dropped and group in self._groups[: self._position]
+        return group in self._groups[: self._position]
 
     def _require_known(self, group: GroupId) -> None:
         if group not in self._known:

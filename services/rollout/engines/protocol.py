@@ -139,10 +139,17 @@ class Engine(Protocol):
         """Start a step. The previous one must have been finished or aborted."""
 
     def add_group(self, request: GroupRequest) -> None:
-        """Say that a group is ready; no work is done yet. Groups may come in any order."""
+        """Say that a group is ready; no work is done yet. Groups may come in any order.
+
+        Nothing comes of it if the group was dropped before.
+        """
 
     def drop_group(self, group: GroupId) -> None:
-        """Say that a group that was not added never will be. Idempotent."""
+        """Say that a group is not wanted any more, at whatever point of its life. Idempotent.
+
+        It need not be added; if it was, it is not admitted; if it decodes, its sequences end and
+        its place is free. It will not be among the finished groups, unless it was already.
+        """
 
     def admit_next(self) -> GroupId | None:
         """Admit the next group of the order if it is ready and there is a place.

@@ -17,6 +17,8 @@ from common.data.errors import SampleError, SampleFault
 from common.data.workers import SamplePool, SampleReader, SampleSource
 from common.errors import FailedPrecondition, InvalidArgument
 
+pytestmark = pytest.mark.timeout(180)  # each worker imports torch and transformers
+
 ROWS = "tests.integration.data.rows:rows"
 
 
@@ -61,6 +63,7 @@ async def test_workers_prepare_what_this_process_would(model_folder, monkeypatch
         await pool.prepare("train", 0)
 
 
+@pytest.mark.slow
 async def test_a_death_costs_one_sample_only(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ROWS_MARKS", str(tmp_path))
     async with SamplePool(source_of(model_folder), workers=2, cache_bytes=0) as pool:

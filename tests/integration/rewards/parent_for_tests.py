@@ -15,7 +15,8 @@ async def main(pid_file):
     config = RewardConfig(functions=[{"function": FUNCTION}], time_limit_s=600, workers=2)
     row = {"pid_file": pid_file}
     async with RewardPool(config) as pool:
-        await pool.score(0, ["a", "b"], [row, row], evaluation=False)
+        scorings = [pool.score(group, ["a"], [row], evaluation=False) for group in range(2)]
+        await asyncio.gather(*scorings)
 
 
 if __name__ == "__main__":

@@ -236,11 +236,16 @@ async def test_cancelling_ends_the_running_functions(tmp_path):
     pid_file = tmp_path / "pids"
     async with RewardPool(config("spins_and_says_who", workers=2)) as pool:
         row = {"pid_file": str(pid_file)}
-        scoring = asyncio.create_task(pool.score(0, ["a", "b"], [row, row], evaluation=False))
+        scorings = [
+            asyncio.create_task(pool.score(group, ["a"], [row], evaluation=False))
+            for group in range(2)
+        ]
         pids = await asyncio.to_thread(_pids, pid_file, 2)
-        scoring.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scoring
+        for scoring in scorings:
+            scoring.cancel()
+        for scoring in scorings:
+            with pytest.raises(asyncio.CancelledError):
+                await scoring
         await asyncio.to_thread(_wait_until_gone, pids)
 
 

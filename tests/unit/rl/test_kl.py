@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.rl.advantages import group_advantages
 from common.rl.errors import ShapeError
 from common.rl.kl import KlEstimator, kl_per_token, rewards_with_kl
 
@@ -62,3 +63,33 @@ def test_kl_in_the_reward_sums_over_each_response():
         rewards_with_kl(
             torch.ones(1), torch.zeros(3), torch.zeros(3), torch.tensor([2]), coefficient=0.1
         )
+
+
+def test_kl_in_the_reward_decides_between_equal_rewards_but_not_for_a_single_response():
+    """With equal rewards, the response that is farther from the reference is worth less."""
+
+    def advantages(lengths, scale_by_std):
+        tokens = sum(lengths)
+        adjusted = rewards_with_kl(
+            torch.ones(len(lengths)),
+            torch.arange(tokens, dtype=torch.float32).neg(),
+            torch.full((tokens,), -2.0),
+            torch.tensor(lengths),
+            coefficient=0.5,
+        )
+        return group_advantages(adjusted, scale_by_std=scale_by_std).tolist()
+
+    # k1 of the tokens is 2, 1, 0, -1, -2; of the responses 3 and -3
+    assert advantages([2, 3], False) == [-1.5, 1.5]
+    assert advantages([2, 3], True) == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    assert advantages([5], True) == [0.0]
+    assert advantages([1, 1], False)[0] < 0
+
+
+def test_kl_in_the_reward_gives_no_gradient():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    adjusted = rewards_with_kl(
+        torch.ones(2), logprobs, torch.zeros(2), torch.tensor([1, 1]), coefficient=1.0
+    )
+    assert adjusted.tolist() == [2.0, 3.0]
+    assert not adjusted.requires_grad

@@ -130,6 +130,26 @@ def test_mismatch_compares_the_engine_with_the_weights_that_sampled():
     assert sums.means()["mismatch_k3"] == pytest.approx(sums.mismatch_k3 / 2)
 
 
+def test_groups_without_gradient_count_in_the_loss_only():
+    config = CONFIG.model_copy(update={"kl_coefficient": 0.1})
+    _, sums = policy_loss(scored([5, 3]), config)
+    alone = sums.means()
+    diluted = LossSums.merge([LossSums(tokens=24.0), sums]).means()
+    assert alone["measured_share"] == 1.0
+    assert diluted["measured_share"] == 0.25
+    assert diluted["loss"] == pytest.approx(alone["loss"] / 4)
+    for name in set(alone) - {"measured_share", "loss"}:
+        assert alone[name] != 0, name
+        assert diluted[name] == alone[name], name
+
+
+@pytest.mark.parametrize("parts", [[], [LossSums(tokens=12.0)]], ids=["all-dropped", "all-equal"])
+def test_a_step_in_which_nothing_was_measured_has_the_means_of_an_idle_one(parts):
+    means = LossSums.merge(parts).means()
+    assert means.pop("ratio_mean") == 1.0
+    assert set(means.values()) == {0.0}
+
+
 def test_no_tokens_give_zero_and_a_gradient():
     logprobs = torch.zeros(0, requires_grad=True)
     batch = ScoredResponses(

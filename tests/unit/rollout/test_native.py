@@ -219,6 +219,54 @@ def test_a_dropped_group_leaves_the_results_of_the_others(model):
     assert all(results[group].tokens.equal(whole[group].tokens) for group in results)
 
 
+@pytest.mark.parametrize("iterations", [0, 1, 2])
+def test_a_group_can_be_dropped_while_it_waits_or_decodes(model, iterations):
+    params = dataclasses.replace(PARAMS, min_new_tokens=5)
+    step = spec(params=params, groups=(0, 1, 2))
+    whole = finished(decode(NativeEngine(model, max_slots=6), step, requests(model)[:3]))
+    engine = NativeEngine(model, max_slots=6)
+    engine.begin_step(step)
+    for request in requests(model)[:3]:
+        engine.add_group(request)
+    results = {}
+    while engine.admit_next() is not None:
+        pass
+    for _ in range(iterations):
+        results |= finished([engine.run_iteration()])
+    engine.drop_group(0)
+    engine.drop_group(0)
+    assert engine.active_rows == SAMPLES
+    assert engine.admit_next() == 2
+    assert engine.run_iteration().rows == 2 * SAMPLES
+    while not engine.finished:
+        results |= finished([engine.run_iteration()])
+    assert sorted(results) == [1, 2]
+    assert all(results[group].tokens.equal(whole[group].tokens) for group in results)
+    engine.drop_group(1)
+    assert engine.finished
+
+
+def test_a_step_whose_groups_are_all_dropped_is_finished_at_once(model):
+    engine = NativeEngine(model, max_slots=2 * SAMPLES)
+    engine.begin_step(spec(groups=(0, 1, 2)))
+    first, second, third = requests(model)[:3]
+    engine.add_group(first)
+    engine.add_group(second)
+    assert engine.admit_next() == 0
+    for group in (1, 2, 0):
+        assert not engine.finished
+        engine.drop_group(group)
+    engine.add_group(third)
+    assert engine.finished
+    assert not engine.needs_next_group()
+    assert engine.admit_next() is None
+    assert engine.active_rows == 0
+    with pytest.raises(GroupRequestInvalid, match="group 9 is not in the step"):
+        engine.drop_group(9)
+    engine.release()
+    assert engine.memory_bytes == 0
+
+
 def test_replay_feeds_the_recording_and_gives_the_same_log_probabilities(model):
     original = finished(decode(NativeEngine(model, max_slots=100), spec(), requests(model)))
     recorded = {

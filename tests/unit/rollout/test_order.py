@@ -37,6 +37,20 @@ def test_a_dropped_group_is_passed_over():
     assert order.next_group is None
 
 
+def test_a_group_can_be_dropped_at_any_point_and_stays_so():
+    order = AdmissionOrder((0, 1, 2))
+    for group in (0, 1):
+        order.add(request(group))
+    order.drop(0)
+    assert order.take_next().group == 1
+    order.drop(1)
+    order.drop(2)
+    for group in (0, 1, 2):
+        order.add(request(group))
+    assert order.next_group is None
+    assert not order.next_is_ready
+
+
 def test_calls_out_of_order_are_refused_by_name():
     order = AdmissionOrder((0, 1))
     with pytest.raises(GroupRequestInvalid, match=r"group 7 is not in the step: must be one of"):
@@ -47,10 +61,7 @@ def test_calls_out_of_order_are_refused_by_name():
     order.take_next()
     with pytest.raises(EngineStateInvalid, match="group 0 was added already"):
         order.add(request(0))
-    with pytest.raises(EngineStateInvalid, match="cannot be dropped any more"):
-        order.drop(0)
-    order.drop(1)
-    with pytest.raises(EngineStateInvalid, match="group 1 was dropped"):
-        order.add(request(1))
+    with pytest.raises(GroupRequestInvalid, match="group 7 is not in the step"):
+        order.drop(7)
     with pytest.raises(GroupRequestInvalid, match="each only once"):
         AdmissionOrder((1, 1))

@@ -59,15 +59,44 @@ def test_the_order_of_rows_is_only_an_order(split):
 def test_a_reused_slot_has_no_trace_of_its_last_tenant(split):
     short = make_case(split.config, (1,), text_tokens=3)
     clean = make_pool(split, groups=1)
-    expected = start_groups(split, clean, [admit(split, clean, short)])
+    expected = [start_groups(split, clean, [admit(split, clean, short)])]
+    expected.append(decode_rows(split, clean, [0], [2], torch.tensor([9])))
     pool = make_pool(split, groups=1)
     slot = admit(split, pool, make_case(split.config, (1,), images=[(1, 8, 8)]))
-    pool.shared.fill_(float("nan"))
-    pool.private.fill_(float("nan"))
+    start_groups(split, pool, [slot])
+    for _ in range(3):
+        decode_rows(split, pool, [slot, slot], [0, 1], torch.tensor([20, 21]))
+    written = pool.slot(slot).shared_tokens
+    assert pool.shared[:, :, slot, :, :written].any(dim=-1).all()
+    assert not pool.shared[:, :, slot, :, written:].any()
+    assert not pool.private[..., 3:, :].any()
+    pool.shared[:, :, slot, :, :written] = float("nan")
+    pool.private[..., :3, :] = float("nan")
     pool.release(slot)
     assert admit(split, pool, short) == slot
-    assert torch.equal(start_groups(split, pool, [slot]), expected)
-    assert decode_rows(split, pool, [slot], [2], torch.tensor([9])).isfinite().all()
+    assert torch.equal(start_groups(split, pool, [slot]), expected[0])
+    assert torch.equal(decode_rows(split, pool, [slot], [2], torch.tensor([9])), expected[1])
+
+
+def test_a_pool_that_grows_keeps_what_its_slots_hold(split):
+    short, long = (make_case(split.config, (1,), text_tokens=n) for n in (3, 30))
+    pool, roomy = make_pool(split, prefix_tokens=10), make_pool(split, prefix_tokens=60)
+    for each in (pool, roomy):
+        start_groups(split, each, [admit(split, each, short)])
+    with pytest.raises(DecodePoolFull, match="does not fit slots of 10"):
+        admit(split, pool, long)
+    before = pool.nbytes
+    pool.grow(60)
+    assert pool.prefix_tokens == 60
+    assert pool.nbytes == roomy.nbytes > before
+    pool.grow(20)
+    assert pool.nbytes == roomy.nbytes
+    for each in (pool, roomy):
+        start_groups(split, each, [admit(split, each, long)])
+    logits = [
+        decode_rows(split, each, [0, 1], [0, 0], torch.tensor([9, 9])) for each in (pool, roomy)
+    ]
+    assert torch.equal(*logits)
 
 
 def test_groups_come_and_go(split):

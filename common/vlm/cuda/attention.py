@@ -1,0 +1,311 @@
+"""Attention of the split pass by fused kernels for 16-bit dtypes.
+
+A response row attends to the prefix without a mask and to its own responses causally: two calls
+of ready kernels, merged by their log-sums. Each part's backward, given the merged result and the
+merged log-sum, gives exactly its part of the gradients; so no key is copied and no mask exists.
+
+Shapes: P = prefix tokens, T = tokens of all responses of a group in one row, G = responses,
+H = query heads, K = key/value heads, D = head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Library = Literal["flash", "cudnn"]
+"""Which kernels attend where there is no packing."""
+
+_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """Where the responses of one row begin and end.
+
+    Attributes:
+        bounds: [G' + 1] int32 on the device, first 0, then the end of each non-empty response.
+        longest: tokens of the longest one.
+    """
+
+    bounds: Tensor
+    longest: int
+
+
+class FusedAttention:
+    """Implements `common.vlm.attention.AttentionBackend` for bfloat16 and float16 on CUDA."""
+
+    def __init__(self, *, prefix: Library = "flash", response: Library = "flash") -> None:
+        """Choose kernels.
+
+        Args:
+            prefix: for the prefix's causal attention.
+            response: for the responses' attention to the prefix.
+        """
+        self._prefix = _BACKENDS[prefix]
+        self._response: Library = response
+
+    def prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionBackend.prefix`."""
+        with sdpa_kernel(self._prefix):
+            return F.scaled_dot_product_attention(
+                query[None], key[None], value[None], is_causal=True, enable_gqa=True
+            )[0]
+
+    def plan(
+        self, prefix_tokens: int, lengths_G: Sequence[int], device: torch.device
+    ) -> PackedRow:
+        """See `AttentionBackend.plan`."""
+        del prefix_tokens
+        bounds = [0]
+        for length in lengths_G:
+            if length:
+                bounds.append(bounds[-1] + length)
+        return PackedRow(
+            bounds=torch.tensor(bounds, dtype=torch.int32, device=device), longest=max(lengths_G)
+        )
+
+    def responses(
+        self,
+        query: Tensor,
+        prefix: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        plan: PackedRow,
+    ) -> Tensor:
+        """See `AttentionBackend.responses`."""
+        return _Responses.apply(query, *prefix, *own, plan, self._response)
+
+
+class _Responses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        own_key: Tensor,
+        own_value: Tensor,
+        plan: PackedRow,
+        library: Library,
+    ) -> Tensor:
+        own = _packed_forward(query, own_key, own_value, plan)
+        out, total, rest = own.out, own.log_sum, None
+        if prefix_key.shape[1]:
+            rest = _dense_forward(query, prefix_key, prefix_value, library)
+            out, total = merge(own.out, own.log_sum, rest.out, rest.log_sum)
+        ctx.save_for_backward(query, prefix_key, prefix_value, own_key, own_value, out, total)
+        ctx.plan, ctx.library = plan, library
+        ctx.own_state, ctx.rest_state = own.state, rest and rest.state
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, prefix_key, prefix_value, own_key, own_value, out, total = ctx.saved_tensors
+        grad_query, grad_own_key, grad_own_value = _packed_backward(
+            gradient, (query, own_key, own_value), (out, total), ctx.plan, ctx.own_state
+        )
+        grad_key = grad_value = None
+        if prefix_key.shape[1]:
+            more, grad_key, grad_value = _dense_backward(
+                gradient,
+                (query, prefix_key, prefix_value),
+                (out, total),
+                ctx.library,
+                ctx.rest_state,
+            )
+            grad_query = grad_query.add_(more)
+        return grad_query, grad_key, grad_value, grad_own_key, grad_own_value, None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Attention over some of the keys.
+
+    Attributes:
+        out: [H, T, D].
+        log_sum: [H, T] float32, natural logarithm of the sum of exponentials.
+        state: what the backward kernel wants to see again.
+    """
+
+    out: Tensor
+    log_sum: Tensor
+    state: tuple[Tensor, Tensor]
+
+
+def _packed_forward(query: Tensor, key: Tensor, value: Tensor, plan: PackedRow) -> Part:
+    out, log_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        plan.bounds,
+        plan.bounds,
+        plan.longest,
+        plan.longest,
+        0.0,
+        True,
+        False,
+    )
+    log_sum = log_sum.view(query.shape[:2])
+    return Part(out=out.transpose(0, 1), log_sum=log_sum, state=(state, unused))
+
+
+def _packed_backward(
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
+    plan: PackedRow,
+    state: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = inputs
+    gradients = torch.ops.aten._flash_attention_backward(
+        gradient.transpose(0, 1),
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        result[0].transpose(0, 1),
+        result[1],
+        plan.bounds,
+        plan.bounds,
+        plan.longest,
+        plan.longest,
+        0.0,
+        True,
+        *state,
+    )
+    return tuple(part.transpose(0, 1) for part in gradients)  # type: ignore[return-value]
+
+
+def _dense_forward(query: Tensor, key: Tensor, value: Tensor, library: Library) -> Part:
+    batch = (query[None], key[None], value[None])
+    if library == "cudnn":
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *batch, None, True, 0.0, False, False
+        )
+    else:
+        result = torch.ops.aten._scaled_dot_product_flash_attention(*batch, 0.0, False, False)
+    state = (result[6], result[7])
+    return Part(out=result[0][0], log_sum=result[1].view(query.shape[:2]), state=state)
+
+
+def _dense_backward(
+    gradient: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
+    library: Library,
+    state: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (tensor[None] for tensor in inputs)
+    out, log_sum = result[0][None], result[1][None]
+    sizes = (query.shape[2], key.shape[2])
+    if library == "cudnn":
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            gradient[None],
+            query,
+            key,
+            value,
+            out,
+            log_sum[..., None],
+            *state,
+            None,
+            None,
+            None,
+            *sizes,
+            0.0,
+            False,
+        )
+    else:
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient[None],
+            query,
+            key,
+            value,
+            out,
+            log_sum,
+            None,
+            None,
+            *sizes,
+            0.0,
+            False,
+            *state,
+        )
+    return tuple(part[0] for part in gradients[:3])  # type: ignore[return-value]
+
+
+def merge(
+    first: Tensor, first_sum: Tensor, second: Tensor, second_sum: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from the attention over each.
+
+    Args:
+        first, second: [H, T, D], any strides.
+        first_sum, second_sum: [H, T] float32 contiguous log-sums.
+    Returns: [H, T, D], a view of [T, H, D]; and [H, T] float32.
+    """
+    heads, rows, width = first.shape
+    out = torch.empty((rows, heads, width), dtype=first.dtype, device=first.device)
+    total = torch.empty_like(first_sum)
+    _merge[(rows,)](
+        first,
+        first_sum,
+        second,
+        second_sum,
+        out,
+        total,
+        *first.stride(),
+        *second.stride(),
+        rows,
+        heads,
+        width,
+        HEADS_BLOCK=triton.next_power_of_2(heads),
+        WIDTH_BLOCK=triton.next_power_of_2(width),
+    )
+    return out.transpose(0, 1), total
+
+
+@triton.jit
+def _merge(
+    first,
+    first_sum,
+    second,
+    second_sum,
+    out,
+    total,
+    first_head,
+    first_row,
+    first_column,
+    second_head,
+    second_row,
+    second_column,
+    rows,
+    heads,
+    width,
+    HEADS_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_BLOCK)
+    column = tl.arange(0, WIDTH_BLOCK)[None, :]
+    there = head < heads
+    inside = there[:, None] & (column < width)
+    sum1 = tl.load(first_sum + head * rows + row, mask=there, other=0.0)
+    sum2 = tl.load(second_sum + head * rows + row, mask=there, other=0.0)
+    top = tl.maximum(sum1, sum2)
+    joint = top + tl.log(tl.exp(sum1 - top) + tl.exp(sum2 - top))
+    tl.store(total + head * rows + row, joint, mask=there)
+    at1 = first + row * first_row + head[:, None] * first_head + column * first_column
+    at2 = second + row * second_row + head[:, None] * second_head + column * second_column
+    x1 = tl.load(at1, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(at2, mask=inside, other=0.0).to(tl.float32)
+    mixed = x1 * tl.exp(sum1 - joint)[:, None] + x2 * tl.exp(sum2 - joint)[:, None]
+    to = out + row * heads * width + head[:, None] * width + column
+    tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,90 @@
+"""The run that a worker holds, with its link to the broker: loaded, made ready, given up.
+
+One change at a time: the actor runs `configure` and `close` one after the other.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.worker.context import RunContext
+from common.worker.link import Link, LinkDown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.config.deployment import Deployment
+    from common.ids import Incarnation, Participant, RunId
+    from common.registry.runs import RunLedger
+    from common.worker.messages import Configure
+    from common.worker.work import Prepared, RunFactory, RunWork
+
+
+class RunHolder:
+    """At most one run."""
+
+    def __init__(
+        self,
+        participant: Participant,
+        incarnation: Incarnation,
+        deployment: Deployment,
+        ledger: RunLedger,
+        factory: RunFactory,
+        *,
+        opened: Callable[[Link], None],
+    ) -> None:
+        """Args: opened: told of each new link."""
+        self._participant = participant
+        self._incarnation = incarnation
+        self._deployment = deployment
+        self._ledger = ledger
+        self._factory = factory
+        self._opened = opened
+        self.link: Link | None = None
+        self.context: RunContext | None = None
+        self.run: RunWork | None = None
+
+    @property
+    def run_id(self) -> RunId | None:
+        """Which run is held, or being loaded."""
+        return None if self.context is None else self.context.run_id
+
+    async def configure(self, ask: Configure) -> Prepared:
+        """Load the run if it is not, and make sure that a step can begin.
+
+        Raises: LinkDown if the link was lost meanwhile; RollplexError for what cannot be loaded.
+            In both cases `close` has to follow.
+        """
+        if self.run is None or self.run_id != ask.run_id or self.link is None or self.link.lost:
+            await self.close()
+            self.link = await Link.open(self._deployment, self._participant, self._incarnation)
+            self._opened(self.link)
+            self.context = RunContext(
+                run_id=ask.run_id,
+                recipe=ask.recipe,
+                run_dir=ask.run_dir,
+                participant=self._participant,
+                device=torch.device(self._deployment.device),
+                broker=self.link.broker,
+                ledger=self._ledger,
+                resume_from=ask.resume_from,
+            )
+            self.run = await self._factory(self.context)
+        prepared = await self.run.prepare()
+        if self.link.lost:
+            raise LinkDown(self.link.lost)
+        return prepared
+
+    async def close(self) -> None:
+        """Give up run and link. Idempotent."""
+        run, link = self.run, self.link
+        self.run = self.link = self.context = None
+        try:
+            if run is not None:
+                await run.close()
+        finally:
+            if link is not None:
+                await link.close()
