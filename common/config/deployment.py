@@ -99,7 +99,14 @@ class Deployment(FrozenConfig):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     arena_gib: float = Field(default=4.0, gt=0)
-    """Memory that the broker may hand out, in GiB."""
+    """Memory of the machine that the broker may hand out, in GiB."""
+    hbm_budget_gib: float | None = Field(default=None, gt=0)
+    """Memory of each GPU that the broker may hand out and reserve, in GiB; unset: all of it less
+    8 GiB (at most a quarter) for what is in no ledger, such as the processes' CUDA contexts."""
+    arena: Literal["auto", "vmm", "ipc"] = "auto"
+    """How GPU memory is shared between processes: `vmm` by file descriptors, `ipc` by legacy CUDA
+    IPC handles, for drivers that cannot do the former; `ipc` takes its whole budget at the start
+    and keeps it. `auto`: vmm where it works."""
     threads_per_worker: int | None = Field(default=None, ge=1)
     """Compute threads of each worker. All workers have the same number: results are equal bit for
     bit only then. Unset: the node's cores divided among the workers, at least 1."""
@@ -157,6 +164,13 @@ class Deployment(FrozenConfig):
     def arena_bytes(self) -> int:
         """Size of the broker's arena."""
         return int(self.arena_gib * 2**30)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
+        if self.device != "cuda":
+            return 0
+        return max(self.placement(service).ranks for service in WORKERS)
 
     @property
     def worker_threads(self) -> int:

@@ -7,13 +7,15 @@ out SMs from the first one on. Whoever runs beside others has to run alone among
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.errors import InvalidArgument
 from common.gpu.driver import bindings, call, use_primary_context
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class GreenStreams:

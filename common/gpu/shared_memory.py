@@ -7,21 +7,52 @@ then the device has them back.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from common.gpu.driver import bindings, call, use_primary_context
+from common.gpu.driver import CudaDriverError, bindings, call, fill_zero, use_primary_context
 
 
 def granularity_bytes(ordinal: int) -> int:
     """Sizes are multiples of this."""
-    driver = bindings()
+    flag = bindings().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     use_primary_context(ordinal)
-    flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(call("cuMemGetAllocationGranularity", _properties(ordinal), flag))
 
 
+def why_not_shareable(ordinal: int) -> str:
+    """Why this GPU's memory cannot be shared by descriptors, in words; empty: it can."""
+    use_primary_context(ordinal)
+    attributes = bindings().CUdevice_attribute
+    device = call("cuDeviceGet", ordinal)
+    for attribute in (
+        attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    ):
+        if not call("cuDeviceGetAttribute", attribute, device):
+            return f"the device says no to {attribute.name}"
+    try:
+        _try_sharing(ordinal)
+    except CudaDriverError as error:
+        return str(error)
+    return ""
+
+
+def _try_sharing(ordinal: int) -> None:
+    """Containers may forbid what the device can do."""
+    owned = OwnedMemory(ordinal, granularity_bytes(ordinal))
+    try:
+        descriptor = owned.export()
+        try:
+            MappedMemory(ordinal, descriptor, owned.size_bytes).unmap()
+        finally:
+            os.close(descriptor)
+    finally:
+        owned.release()
+
+
 class OwnedMemory:
-    """Physical device memory of this process, not mapped here."""
+    """Physical device memory of this process, not mapped here. Its contents are undefined."""
 
     def __init__(self, ordinal: int, size_bytes: int) -> None:
         """Create it. Raises CudaDriverError if the device has no room.
@@ -31,11 +62,20 @@ class OwnedMemory:
         """
         use_primary_context(ordinal)
         self.size_bytes = size_bytes
+        self._ordinal = ordinal
         self._handle: Any = call("cuMemCreate", size_bytes, _properties(ordinal), 0)
 
     def export(self) -> int:
         """A new file descriptor that others import; the caller closes it."""
         return int(call("cuMemExportToShareableHandle", self._handle, _handle_type(), 0))
+
+    def zero(self) -> None:
+        """Set it to zero; it is when this returns."""
+        address = _map(self._ordinal, self._handle, self.size_bytes)
+        try:
+            fill_zero(self._ordinal, int(address), self.size_bytes)
+        finally:
+            _unmap(address, self.size_bytes)
 
     def release(self) -> None:
         """Give it up; it goes back to the device when nobody maps it. Idempotent."""
@@ -54,23 +94,14 @@ class MappedMemory:
             descriptor: from `OwnedMemory.export`; stays the caller's to close.
             size_bytes: of the whole memory.
         """
-        driver = bindings()
         use_primary_context(ordinal)
         self.size_bytes = size_bytes
+        self.ordinal = ordinal
         handle = call("cuMemImportFromShareableHandle", descriptor, _handle_type())
         try:
-            self._address: Any = call("cuMemAddressReserve", size_bytes, 0, 0, 0)
-            try:
-                call("cuMemMap", self._address, size_bytes, 0, handle, 0)
-            except BaseException:
-                call("cuMemAddressFree", self._address, size_bytes)
-                raise
+            self._address: Any = _map(ordinal, handle, size_bytes)
         finally:
             call("cuMemRelease", handle)
-        access = driver.CUmemAccessDesc()
-        access.location = _properties(ordinal).location
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call("cuMemSetAccess", self._address, size_bytes, [access], 1)
         self._mapped = True
 
     @property
@@ -82,8 +113,33 @@ class MappedMemory:
         """Take it out of this process. No kernel may use it any more. Idempotent."""
         if self._mapped:
             self._mapped = False
-            call("cuMemUnmap", self._address, self.size_bytes)
-            call("cuMemAddressFree", self._address, self.size_bytes)
+            use_primary_context(self.ordinal)
+            _unmap(self._address, self.size_bytes)
+
+
+def _map(ordinal: int, handle: Any, size_bytes: int) -> Any:
+    """Map physical memory at a new address, for reading and writing. The context is current."""
+    driver = bindings()
+    address = call("cuMemAddressReserve", size_bytes, 0, 0, 0)
+    try:
+        call("cuMemMap", address, size_bytes, 0, handle, 0)
+        try:
+            access = driver.CUmemAccessDesc()
+            access.location = _properties(ordinal).location
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            call("cuMemSetAccess", address, size_bytes, [access], 1)
+        except BaseException:
+            call("cuMemUnmap", address, size_bytes)
+            raise
+    except BaseException:
+        call("cuMemAddressFree", address, size_bytes)
+        raise
+    return address
+
+
+def _unmap(address: Any, size_bytes: int) -> None:
+    call("cuMemUnmap", address, size_bytes)
+    call("cuMemAddressFree", address, size_bytes)
 
 
 def _properties(ordinal: int) -> Any:

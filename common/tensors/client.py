@@ -8,17 +8,15 @@ to be spawned, not forked: a forked one keeps the connection open, and so its pa
 from __future__ import annotations
 
 import os
-from collections import deque
 from typing import TYPE_CHECKING
 
 from common.ids import Epoch, LeaseId
-from common.tensors.connection import Answer, Connection
-from common.tensors.errors import LeaseMisuse
+from common.tensors.connection import Connection
+from common.tensors.intake import map_all
 from common.tensors.lease import Claim, Lease
-from common.tensors.mapping import Mapping
-from common.tensors.spec import Residency
+from common.tensors.spec import Placement, Residency
 from common.tensors.storage import Storage
-from common.tensors.wire import Packet, specs_from_proto, specs_to_proto
+from common.tensors.wire import specs_to_proto
 from protos.rollplex.v1 import broker_pb2 as pb
 from protos.rollplex.v1 import common_pb2
 
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.ids import GroupId, Incarnation, Participant, RunId
+    from common.tensors.mapping import Mapping
+    from common.tensors.reaper import CudaEvent
     from common.tensors.spec import TensorSpec
     from common.tensors.storage import StorageSpec
 
@@ -41,7 +41,7 @@ class BrokerClient:
     Attributes:
         participant: who this process is; leases are declared for it.
         broker_incarnation: which life of the broker this is.
-        device: where the memory lies: ``cpu``, or a GPU's UUID.
+        device: where `device` placement lies: ``cpu``, or a GPU's UUID.
     """
 
     def __init__(
@@ -65,12 +65,14 @@ class BrokerClient:
         participant: Participant,
         incarnation: Incarnation,
         *,
+        device: str = "",
         timeout_s: float = 10.0,
     ) -> BrokerClient:
         """Join the node. An older connection of the same participant is ended.
 
         Args:
             incarnation: of this process.
+            device: UUID of the GPU that it computes on; empty: the node's first, if it has one.
             timeout_s: how long to wait for a broker that is not there yet.
 
         Raises:
@@ -81,6 +83,7 @@ class BrokerClient:
             participant=common_pb2.Participant(service=participant.service, rank=participant.rank),
             pid=os.getpid(),
             incarnation=incarnation,
+            device=device,
         )
         try:
             answer = await connection.ask(pb.BrokerRequest(join=join), timeout_s=_CONTROL_S)
@@ -119,16 +122,20 @@ class BrokerClient:
         tensors: Sequence[TensorSpec],
         consumers: Sequence[Participant],
         residency: Residency = Residency.PHASE,
+        placement: Placement = Placement.DEVICE,
+        zero: bool = False,
         next_use: str = "",
         wait: bool = True,
         timeout_s: float = 60.0,
     ) -> Lease:
-        """Get memory to fill for others. Its contents are zero.
+        """Get memory to fill for others. Host memory is zero, a GPU's undefined.
 
         Args:
             group: None: about the whole step.
             name: tensor class, such as ``policy.prefix_kv``; the ledger shows it.
             consumers: each may acquire it once; the last one's release frees it.
+            placement: where it is to lie.
+            zero: memory of a GPU has to be zero too.
             next_use: task that will read it first; the ledger shows it.
             wait: False: refuse at once instead of waiting for room.
 
@@ -138,6 +145,7 @@ class BrokerClient:
             StaleLease: the epoch is not the current one of the run.
             InvalidArgument: no consumers, no tensors, or repeated names.
             BrokerGone: the connection ended.
+            CudaDriverError: the GPU's memory cannot be mapped here.
         """
         request = pb.Allocate(
             run_id=run_id,
@@ -147,6 +155,7 @@ class BrokerClient:
             tensors=specs_to_proto(tensors),
             consumers=[str(consumer) for consumer in consumers],
             residency=residency,
+            placement=placement,
             next_use=next_use,
             wait=wait,
             timeout_ms=round(timeout_s * 1000),
@@ -156,7 +165,10 @@ class BrokerClient:
         )
         allocated = answer.reply.allocated
         try:
-            return self._leases(answer, [LeaseId(allocated.lease_id)], [allocated.handle], True)[0]
+            mappings = await map_all(answer, [allocated.handle], zero=zero)
+            return self._lease(
+                LeaseId(allocated.lease_id), allocated.handle, mappings[0], producer=True
+            )
         except BaseException:
             self._undo_allocate(answer.reply)
             raise
@@ -164,7 +176,7 @@ class BrokerClient:
     async def acquire(
         self, lease_ids: Sequence[LeaseId], *, epoch: Epoch, timeout_s: float = 60.0
     ) -> list[Lease]:
-        """Wait until all are sealed, then hold them, mapped read-only; all or none.
+        """Wait until all are sealed, then hold them, to read only; all or none.
 
         Raises:
             StaleLease: one has ended, or the epoch has.
@@ -182,16 +194,21 @@ class BrokerClient:
             timeout_s=timeout_s,
             undo=lambda _: self._release_ids(lease_ids),
         )
+        handles = answer.reply.acquired.handles
         try:
-            return self._leases(answer, lease_ids, answer.reply.acquired.handles, False)
+            mappings = await map_all(answer, handles)
+            return [
+                self._lease(lease_id, handle, mapping, producer=False)
+                for lease_id, handle, mapping in zip(lease_ids, handles, mappings, strict=True)
+            ]
         except BaseException:
             self._release_ids(lease_ids)
             raise
 
-    def release(self, leases: Iterable[Lease]) -> None:
-        """Let go of several leases. One-way; any thread; idempotent a lease."""
+    def release(self, leases: Iterable[Lease], *, after: CudaEvent | None = None) -> None:
+        """Let go of several leases; see `Lease.release`."""
         for lease in leases:
-            lease.release()
+            lease.release(after=after)
 
     def end_epoch(self, epoch: Epoch) -> int:
         """Let go of every lease of this and older epochs: releases, or abandons what is unsealed.
@@ -228,6 +245,7 @@ class BrokerClient:
             UnknownRun: the run is not open on this node.
             BrokerTimeout: nobody created it in time, or there was no room in time.
             BrokerGone: the connection ended.
+            CudaDriverError: the GPU's memory cannot be mapped here.
         """
         request = pb.OpenStorage(run_id=run_id, name=name, timeout_ms=round(timeout_s * 1000))
         if create is not None:
@@ -235,6 +253,7 @@ class BrokerClient:
                 pb.StorageSpec(
                     tensors=specs_to_proto(create.tensors),
                     residency=create.residency,
+                    placement=create.placement,
                     readers=[str(reader) for reader in create.readers],
                     writers=[str(writer) for writer in create.writers],
                 )
@@ -243,39 +262,38 @@ class BrokerClient:
             pb.BrokerRequest(open_storage=request), timeout_s=timeout_s
         )
         opened = answer.reply.storage_opened
-        (mapping,) = _mappings(answer, [opened.handle])
+        (mapping,) = await map_all(answer, [opened.handle])
         return Storage(self._connection, mapping, opened)
 
-    async def reserve(self, run_id: RunId, name: str, size_bytes: int) -> None:
+    async def reserve(
+        self,
+        run_id: RunId,
+        name: str,
+        size_bytes: int,
+        *,
+        placement: Placement = Placement.DEVICE,
+    ) -> None:
         """Count memory of this process's own allocator in the ledger; 0 gives it back.
 
-        A second call of the same name replaces the first.
+        A second call of the same name and placement replaces the first.
 
         Raises:
             ArenaFull: no room; the message has the ledger.
             UnknownRun: the run is not open on this node.
             BrokerGone: the connection ended.
         """
-        request = pb.Reserve(run_id=run_id, name=name, bytes=size_bytes)
+        request = pb.Reserve(run_id=run_id, name=name, bytes=size_bytes, placement=placement)
         await self._connection.ask(pb.BrokerRequest(reserve=request), timeout_s=_CONTROL_S)
 
-    def _leases(
-        self,
-        answer: Answer,
-        lease_ids: Sequence[LeaseId],
-        handles: Sequence[pb.TensorHandle],
-        producer: bool,
-    ) -> list[Lease]:
-        mappings = _mappings(answer, handles)
-        return [
-            Lease(
-                mapping,
-                self._claim(lease_id, Epoch(handle.epoch), mapping, producer=producer),
-                generation=handle.generation,
-                producer=producer,
-            )
-            for lease_id, handle, mapping in zip(lease_ids, handles, mappings, strict=True)
-        ]
+    def _lease(
+        self, lease_id: LeaseId, handle: pb.TensorHandle, mapping: Mapping, *, producer: bool
+    ) -> Lease:
+        return Lease(
+            mapping,
+            self._claim(lease_id, Epoch(handle.epoch), mapping, producer=producer),
+            generation=handle.generation,
+            producer=producer,
+        )
 
     def _claim(self, lease_id: LeaseId, epoch: Epoch, mapping: Mapping, *, producer: bool) -> Claim:
         key = (lease_id, producer)
@@ -310,25 +328,3 @@ def _release(lease_ids: Sequence[LeaseId]) -> pb.BrokerRequest:
 def _drop_unsealed(lease_id: LeaseId) -> pb.BrokerRequest:
     reason = "its producer let go of it unsealed"
     return pb.BrokerRequest(free=pb.FreeLease(lease_ids=[lease_id], reason=reason))
-
-
-def _mappings(answer: Answer, handles: Sequence[pb.TensorHandle]) -> list[Mapping]:
-    """Map every descriptor of an answer; all of them are closed, also if one fails."""
-    if len(answer.fds) != len(handles):
-        Packet(data=b"", fds=answer.fds).close()
-        raise LeaseMisuse(
-            f"the broker sent {len(answer.fds)} descriptors for {len(handles)} handles"
-        )
-    fds = deque(answer.fds)
-    try:
-        return [
-            Mapping.of_fd(
-                fds.popleft(),
-                name=handle.name,
-                size_bytes=handle.size_bytes,
-                specs=specs_from_proto(handle.tensors),
-            )
-            for handle in handles
-        ]
-    finally:
-        Packet(data=b"", fds=tuple(fds)).close()

@@ -64,6 +64,15 @@ class Residency(StrEnum):
     """May leave the device outside its phase: optimizer state, reference weights."""
 
 
+class Placement(StrEnum):
+    """Which memory an allocation lies in. On a node without GPUs both are the host's."""
+
+    HOST = "host"
+    """Memory of the machine: small control tensors, optimizer state that is to leave the GPU."""
+    DEVICE = "device"
+    """Memory of the GPU that the participant computes on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One named tensor of an allocation, dense and row-major.

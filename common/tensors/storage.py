@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.ids import WeightsVersion
 from common.tensors.errors import StorageMisuse
-from common.tensors.spec import Residency
+from common.tensors.spec import Placement, Residency
 from protos.rollplex.v1 import broker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from common.ids import Epoch, Participant
     from common.tensors.connection import Connection
+    from common.tensors.device import DeviceBytes
     from common.tensors.mapping import Mapping
     from common.tensors.spec import TensorSpec
 
@@ -43,6 +44,7 @@ class StorageSpec:
     writers: tuple[Participant, ...]
     """May take READ, WRITE and EXCLUSIVE holds; their mapping is writable."""
     residency: Residency = Residency.PINNED
+    placement: Placement = Placement.DEVICE
 
 
 class Hold:
@@ -134,6 +136,11 @@ class Storage:
         self._mapping = mapping
 
     @property
+    def device(self) -> str:
+        """Where it lies: ``cpu``, or a GPU's UUID."""
+        return self._mapping.device
+
+    @property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensors by name, in the order in which they lie."""
         return self._mapping.specs
@@ -150,9 +157,19 @@ class Storage:
     def buffer(self, name: str) -> memoryview:
         """The tensor's bytes, zero-copy, at an address that stays; writable for writers.
 
-        The bytes mean something only under a hold. Raises LeaseMisuse for an unknown name.
+        The bytes mean something only under a hold. Raises LeaseMisuse for an unknown name, or if
+        it lies on a GPU.
         """
         return self._mapping.view(name)
+
+    def device_buffer(self, name: str) -> DeviceBytes:
+        """The tensor's bytes on a GPU, zero-copy, at an address that stays. For writers to write.
+
+        A hold may be let go, or published, only when the kernels that used it have ended: see
+        `cuda_events.finished`. Raises LeaseMisuse for an unknown name, or if it lies in host
+        memory.
+        """
+        return self._mapping.device_view(name)
 
     async def hold_read(self, version: WeightsVersion, *, timeout_s: float = 60.0) -> Hold:
         """Wait until `version` is readable, and keep it so.

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from common.tensors.device import HOST
 from common.tensors.spec import DType, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from common.tensors.device import DeviceBytes
 
 _DTYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype) for dtype in DType}
 _NAMES: dict[torch.dtype, DType] = {value: key for key, value in _DTYPES.items()}
@@ -19,11 +22,18 @@ _NAMES: dict[torch.dtype, DType] = {value: key for key, value in _DTYPES.items()
 class TensorSource(Protocol):
     """A lease or a storage."""
 
+    @property
+    def device(self) -> str:
+        """Where it lies: ``cpu``, or a GPU's UUID."""
+
     def spec(self, name: str) -> TensorSpec:
         """What the tensor is."""
 
     def buffer(self, name: str) -> memoryview:
-        """Its bytes."""
+        """Its bytes in host memory."""
+
+    def device_buffer(self, name: str) -> DeviceBytes:
+        """Its bytes on a GPU."""
 
 
 class _Window:
@@ -58,11 +68,11 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def tensor_view(source: TensorSource, name: str) -> torch.Tensor:
-    """One tensor of a lease or storage, on the CPU.
+    """One tensor of a lease or storage, where it lies.
 
     The tensor keeps the pages mapped, also after the lease was released; a release says that the
-    bytes may belong to others from then on. Writing to a consumer's view ends the process with a
-    memory fault: the pages themselves are read-only.
+    bytes may belong to others from then on. Writing to a consumer's view in host memory ends the
+    process with a memory fault: the pages themselves are read-only. A GPU does not notice.
 
     Args:
         name: as in the specification.
@@ -73,11 +83,22 @@ def tensor_view(source: TensorSource, name: str) -> torch.Tensor:
         LeaseMisuse: no such tensor, or it was let go.
     """
     spec = source.spec(name)
-    buffer = source.buffer(name)
     dtype = _DTYPES[spec.dtype]
+    if source.device != HOST:
+        return _on_gpu(source.device_buffer(name), spec)
+    buffer = source.buffer(name)
     if not buffer.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
     flat = torch.from_numpy(np.asarray(_Window(buffer)))
+    return flat.view(dtype).view(spec.shape)
+
+
+def _on_gpu(source: DeviceBytes, spec: TensorSpec) -> torch.Tensor:
+    dtype, device = _DTYPES[spec.dtype], torch.device("cuda", source.ordinal)
+    if not source.nbytes:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    flat = torch.as_tensor(source, device=device)
+    assert flat.data_ptr() == source.address, "torch made a copy"
     return flat.view(dtype).view(spec.shape)
 
 

@@ -19,9 +19,9 @@ from common.vlm.attention import AttentionBackend, SdpaAttention, packed_indices
 from common.vlm.checkpointing import run_block
 from common.vlm.errors import PromptInvalid, ResponseInvalid
 from common.vlm.loading import text_config
-from common.vlm.logprobs import hidden_logprobs
 from common.vlm.prefix import PrefixKV
 from common.vlm.prompt import IMAGE, TEXT, VIDEO, PromptTensors
+from common.vlm.steps import LayerSteps, PlainSteps
 from common.vlm.vision import vision_tower
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class SplitModel:
         model: Qwen2_5_VLForConditionalGeneration,
         *,
         attention: AttentionBackend | None = None,
+        steps: LayerSteps | None = None,
         logit_chunk_tokens: int = DEFAULT_LOGIT_CHUNK_TOKENS,
     ) -> None:
         """Take the modules of a model whose parameters are bound to their storage.
@@ -50,6 +51,7 @@ class SplitModel:
         Args:
             model: from `empty_model`, bound.
             attention: the text model's attention kernels; SDPA if not given.
+            steps: everything between attentions; the library's modules if not given.
             logit_chunk_tokens: rows of logits alive at once.
         """
         self.config: Qwen2_5_VLConfig = model.config
@@ -57,6 +59,7 @@ class SplitModel:
         self.language: Any = model.model.language_model
         self.head: Any = model.lm_head
         self._attention: AttentionBackend = attention or SdpaAttention()
+        self._steps: LayerSteps = steps or PlainSteps()
         self._logit_chunk_tokens = logit_chunk_tokens
 
     @property
@@ -84,7 +87,15 @@ class SplitModel:
             (VIDEO, prompt.pixel_values_videos, prompt.video_grid_thw),
         ):
             if grid.shape[0] > 0:
-                parts.append(vision_tower(self.visual, pixels, grid, checkpointing=checkpointing))
+                parts.append(
+                    vision_tower(
+                        self.visual,
+                        pixels,
+                        grid,
+                        checkpointing=checkpointing,
+                        blocks=self._steps.vision,
+                    )
+                )
                 indices.append((prompt.mm_token_type_ids == kind).nonzero()[:, 0])
         if not parts:
             width = text_config(self.config).hidden_size
@@ -119,7 +130,7 @@ class SplitModel:
             keys.append(key)
             values.append(value)
         last = self.language.layers[-1]
-        key, value = layers.key_value(last, last.input_layernorm(hidden), angles)
+        key, value = self._steps.key_value(last, hidden, angles)
         return PrefixKV(keys=[*keys, key], values=[*values, value])
 
     def response_logprobs(
@@ -159,7 +170,7 @@ class SplitModel:
         hidden = self._response_hidden(
             last_token, start_position, prefix, tokens_T, lengths_G, checkpointing
         )
-        return hidden_logprobs(
+        return self._steps.logprobs(
             self.head,
             hidden,
             tokens_T,
@@ -181,7 +192,7 @@ class SplitModel:
         device = tokens_T.device
         _, index_T = packed_indices(lengths_G, device)
         inputs_T = torch.where(index_T == 0, last_token, tokens_T.roll(1))
-        hidden = self.language.embed_tokens(inputs_T)
+        hidden = self._steps.embed(self.language.embed_tokens, inputs_T)
         positions = (start_position + index_T).expand(3, -1)
         angles = layers.rotary(self.language, hidden, positions)
         plan = self._attention.plan(prefix.tokens, lengths_G, device)
@@ -196,7 +207,7 @@ class SplitModel:
                 plan,
                 checkpointing=checkpointing,
             )
-        return self.language.norm(hidden)
+        return self._steps.norm(self.language.norm, hidden)
 
     def _embed_prompt(self, prompt: PromptTensors, vision: Tensor) -> Tensor:
         """[P+1, h]: token embeddings with vision features in the placeholders' rows."""
@@ -205,18 +216,17 @@ class SplitModel:
             raise PromptInvalid(
                 f"the prompt has {rows.shape[0]} vision tokens and {vision.shape[0]} features"
             )
-        hidden = self.language.embed_tokens(prompt.token_ids)
+        hidden = self._steps.embed(self.language.embed_tokens, prompt.token_ids)
         return hidden.index_put((rows,), vision.to(hidden.dtype)) if rows.shape[0] else hidden
 
     def _prefix_layer(
         self, layer: Any, hidden: Tensor, angles: layers.Rotary
     ) -> tuple[Tensor, Tensor, Tensor]:
-        normed = layer.input_layernorm(hidden)
-        key, value = layers.key_value(layer, normed, angles)
-        query = layers.queries(layer, normed, angles)
+        query, key, value = self._steps.query_key_value(layer, hidden, angles)
         if hidden.shape[0] == 0:
             return hidden, key, value
-        return layers.finish(layer, hidden, self._attention.prefix(query, key, value)), key, value
+        attended = self._attention.prefix(query, key, value)
+        return self._steps.finish(layer, hidden, attended), key, value
 
     def _response_layer(
         self,
@@ -226,8 +236,6 @@ class SplitModel:
         shared: tuple[Tensor, Tensor],
         plan: Any,
     ) -> Tensor:
-        normed = layer.input_layernorm(hidden)
-        own = layers.key_value(layer, normed, angles)
-        query = layers.queries(layer, normed, angles)
-        attended = self._attention.responses(query, shared, own, plan)
-        return layers.finish(layer, hidden, attended)
+        query, *own = self._steps.query_key_value(layer, hidden, angles)
+        attended = self._attention.responses(query, shared, (own[0], own[1]), plan)
+        return self._steps.finish(layer, hidden, attended)

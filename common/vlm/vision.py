@@ -7,7 +7,7 @@ V = merged patches = N / merge^2.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -28,7 +28,32 @@ Segments = tuple[Tensor, ...]
 """For each distinct length, the [segments, length] int64 indices of the patches of each segment."""
 
 
-def vision_tower(visual: Any, pixels: Tensor, grid_thw: Tensor, *, checkpointing: bool) -> Tensor:
+class VisionBlocks(Protocol):
+    """The tower's steps: the seam where other kernels take the place of the plain ones."""
+
+    def embed(self, patch_embed: Any, pixels: Tensor) -> Tensor:
+        """[N, h] hidden states of patches [N, patch values]."""
+
+    def plan(self, bounds: Sequence[int], device: torch.device) -> Any:
+        """What `block` needs to know about the segments; made once, used in several blocks.
+
+        Args:
+            bounds: first 0, then the end of each segment.
+            device: of the hidden states.
+        """
+
+    def block(self, block: Any, hidden: Tensor, angles: Rotary, plan: Any) -> Tensor:
+        """[N, h]: one block, every patch seeing all others of its segment."""
+
+
+def vision_tower(
+    visual: Any,
+    pixels: Tensor,
+    grid_thw: Tensor,
+    *,
+    checkpointing: bool,
+    blocks: VisionBlocks | None = None,
+) -> Tensor:
     """Features of images or videos.
 
     Args:
@@ -36,8 +61,10 @@ def vision_tower(visual: Any, pixels: Tensor, grid_thw: Tensor, *, checkpointing
         pixels: [N, patch values], any floating dtype.
         grid_thw: [images, 3] int64; patches of each image, N in all.
         checkpointing: keep each block's input only.
+        blocks: the tower's steps; the plain ones if not given.
     Returns: [V, text hidden width], in the order of the grids.
     """
+    steps = blocks or PlainBlocks()
     device = pixels.device
     grid = grid_thw.cpu()
     unit = visual.spatial_merge_size**2
@@ -47,18 +74,35 @@ def vision_tower(visual: Any, pixels: Tensor, grid_thw: Tensor, *, checkpointing
         window_size=visual.window_size,
         patch_size=visual.patch_size,
     )
-    frames = segments(get_vision_cu_seqlens(grid).tolist(), device)
-    windows = segments(window_bounds.tolist(), device)
+    frames = steps.plan(get_vision_cu_seqlens(grid).tolist(), device)
+    windows = steps.plan(window_bounds.tolist(), device)
     window_index = window_index.to(device)
     patch_order = (window_index[:, None] * unit + torch.arange(unit, device=device)).reshape(-1)
-    hidden = visual.patch_embed(pixels)[patch_order]
+    hidden = steps.embed(visual.patch_embed, pixels)[patch_order]
     positions = get_vision_position_ids(grid, visual.spatial_merge_size).to(device)
     cos, sin = visual.rotary_pos_emb(hidden, positions)
     angles = (cos[patch_order], sin[patch_order])
     for number, block in enumerate(visual.blocks):
         where = frames if number in visual.fullatt_block_indexes else windows
-        hidden = run_block(_block, block, hidden, angles, where, checkpointing=checkpointing)
+        hidden = run_block(steps.block, block, hidden, angles, where, checkpointing=checkpointing)
     return visual.merger(hidden)[torch.argsort(window_index)]
+
+
+class PlainBlocks:
+    """The library's modules, with windows of one size batched; runs everywhere."""
+
+    def embed(self, patch_embed: Any, pixels: Tensor) -> Tensor:
+        """See `VisionBlocks.embed`."""
+        return patch_embed(pixels)
+
+    def plan(self, bounds: Sequence[int], device: torch.device) -> Segments:
+        """See `VisionBlocks.plan`."""
+        return segments(bounds, device)
+
+    def block(self, block: Any, hidden: Tensor, angles: Rotary, plan: Segments) -> Tensor:
+        """See `VisionBlocks.block`."""
+        hidden = hidden + _attention(block.attn, block.norm1(hidden), angles, plan)
+        return hidden + block.mlp(block.norm2(hidden))
 
 
 def segments(bounds: Sequence[int], device: torch.device) -> Segments:
@@ -75,11 +119,6 @@ def segments(bounds: Sequence[int], device: torch.device) -> Segments:
         (torch.tensor(starts)[:, None] + torch.arange(length)).to(device)
         for length, starts in starts_of.items()
     )
-
-
-def _block(block: Any, hidden: Tensor, angles: Rotary, where: Segments) -> Tensor:
-    hidden = hidden + _attention(block.attn, block.norm1(hidden), angles, where)
-    return hidden + block.mlp(block.norm2(hidden))
 
 
 def _attention(attention: Any, normed: Tensor, angles: Rotary, where: Segments) -> Tensor:

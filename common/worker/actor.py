@@ -167,8 +167,10 @@ class WorkerActor(Actor[Message]):
                     self._epochs.end(reason)
 
     def _end_step(self) -> None:
-        if self._machine is not None:
-            self._execute(self._machine.reset())
+        """Take no part in steps any more, until the next configuration is done."""
+        machine, self._machine = self._machine, None
+        if machine is not None:
+            self._execute(machine.reset())
 
     # ---------------------------------------------------------------- changes of the run
 
@@ -267,7 +269,6 @@ class WorkerActor(Actor[Message]):
             return
         log.warning("configuration failed", extra={"error": repr(error)})
         _refuse(ask.answer, error)
-        self._machine = None
         self._phase = RunPhase.UNCONFIGURED
         # What it has loaded so far is given up before anything else is tried.
         number = 0 if link is None else link.number

@@ -5,7 +5,6 @@ One change at a time: the actor runs `configure` and `close` one after the other
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 import torch

@@ -23,6 +23,8 @@ TIMELINE_PICTURE = "timeline.png"
 def summarise(run: Run) -> dict[str, Any]:
     """The result as JSON values; what cannot be known is None."""
     steps = [step for step in read_steps(Path(run.run_dir)) if step.mode is StepMode.TRAIN]
+    # A step whose record was lost with the controller has no time of its own.
+    times_s = [step.wall.total_seconds() for step in steps if step.wall]
     end = run.ended or run.created
     return {
         "run_id": run.run_id,
@@ -35,10 +37,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "eval_reward_before": run.eval_reward_before,
         "eval_reward_after": run.eval_reward_after,
         "rewards": [step.metrics.get("reward_mean") for step in steps],
-        "step_times_s": [step.wall.total_seconds() for step in steps],
-        "step_time_median_s": (
-            statistics.median(step.wall.total_seconds() for step in steps) if steps else None
-        ),
+        "step_times_s": times_s,
+        "step_time_median_s": statistics.median(times_s) if times_s else None,
         "tokens_per_s": _mean(steps, "tokens_per_s"),
         "prefix_overlap_fraction": _mean(steps, "prefix_overlap_fraction"),
         "hidden_fraction": _mean(steps, "hidden_fraction"),

@@ -30,15 +30,16 @@ from protos.rollplex.v1 import broker_pb2 as pb
 from services.broker import events, instructions
 from services.broker.dataplane import DataPlane
 from services.broker.events import Origin, RequestId, SessionId
+from services.broker.rooms import ArenaSize
 from services.broker.state import BrokerState
 from services.broker.translate import handles_of, reply_to_proto, request_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from common.step.plan import StepPlan
-    from services.broker.arena import Allocation, Arena
+    from services.broker.arena import Allocation, Arena, BudgetedArena, Export
     from services.broker.events import Generation
     from services.broker.ledger import LedgerView
 
@@ -52,8 +53,7 @@ class BrokerActor:
     """See the module's text.
 
     Args:
-        arena: where the memory comes from.
-        capacity_bytes: how much may be handed out and reserved.
+        arenas: where the memory comes from, the host's first.
         socket_path: of the data plane.
         publish: gives an event its place in the node's order and returns the number.
 
@@ -65,25 +65,27 @@ class BrokerActor:
     def __init__(
         self,
         *,
-        arena: Arena,
-        capacity_bytes: int,
+        arenas: Sequence[BudgetedArena],
         socket_path: Path,
         publish: Callable[[Event], int],
     ) -> None:
         self.incarnation = Incarnation(uuid.uuid4().hex)
-        self.device = arena.device
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
-        self._arena = arena
+        self._arenas = {each.arena.device: each.arena for each in arenas}
+        sizes = [
+            ArenaSize(
+                device=each.arena.device,
+                capacity_bytes=each.capacity_bytes,
+                page_bytes=each.arena.page_bytes,
+            )
+            for each in arenas
+        ]
         # Time since the epoch: no two brokers of a node have generations in common.
-        self._state = BrokerState(
-            capacity_bytes=capacity_bytes,
-            page_bytes=arena.page_bytes,
-            first_generation=time.time_ns() // 1000,
-        )
+        self._state = BrokerState(sizes, first_generation=time.time_ns() // 1000)
         self._plane = DataPlane(socket_path, self)
         self._publish = publish
-        self._memory: dict[Generation, Allocation] = {}
+        self._memory: dict[Generation, tuple[Arena, Allocation]] = {}
         self._unmade: dict[Generation, str] = {}
         self._queue: deque[events.BrokerEvent] = deque()
         self._busy = False
@@ -102,7 +104,12 @@ class BrokerActor:
             self._timer.cancel()
             self._timer = None
         for generation in list(self._memory):
-            self._arena.free(self._memory.pop(generation))
+            self._free(generation)
+
+    @property
+    def device(self) -> str:
+        """Where the workers compute: ``cpu``, or the UUID of the node's first GPU."""
+        return self._state.default_device
 
     @property
     def participants(self) -> int:
@@ -149,7 +156,7 @@ class BrokerActor:
         return before_bytes - self._state.ledger().used_bytes
 
     def joined(
-        self, session: SessionId, participant: Participant, pid: int, incarnation: str
+        self, session: SessionId, participant: Participant, pid: int, join: pb.Join
     ) -> pb.Joined:
         """See SessionHandler."""
         self._submit(
@@ -158,10 +165,11 @@ class BrokerActor:
                 session=session,
                 participant=participant,
                 pid=pid,
-                incarnation=incarnation,
+                incarnation=join.incarnation,
+                device=join.device,
             )
         )
-        return pb.Joined(broker_incarnation=self.incarnation, device=self.device)
+        return pb.Joined(broker_incarnation=self.incarnation, device=self._state.home(participant))
 
     def received(
         self, session: SessionId, participant: Participant, request: pb.BrokerRequest
@@ -245,7 +253,7 @@ class BrokerActor:
             case instructions.CreateMemory():
                 self._create(instruction)
             case instructions.FreeMemory():
-                self._arena.free(self._memory.pop(instruction.generation))
+                self._free(instruction.generation)
             case instructions.Refuse() if instruction.origin.request == 0:
                 self._plane.disconnect(instruction.origin.session, str(instruction.error))
             case instructions.Reply():
@@ -281,10 +289,11 @@ class BrokerActor:
                 raise NotImplementedError(f"no way to carry out {type(instruction).__name__}")
 
     def _create(self, order: instructions.CreateMemory) -> None:
+        arena = self._arenas[order.device]
         try:
-            self._memory[order.generation] = self._arena.allocate(order.size_bytes, order.name)
+            allocation = arena.allocate(order.size_bytes, order.name, zeroed=order.zeroed)
         except OSError as error:
-            reason = f"{order.size_bytes} bytes for {order.name}: {error}"
+            reason = f"{order.size_bytes} bytes for {order.name} on {order.device}: {error}"
             log.warning("the system gave no memory", extra={"reason": reason})
             self._unmade[order.generation] = reason
             self._queue.append(
@@ -292,9 +301,15 @@ class BrokerActor:
                     at_ns=time.monotonic_ns(), generation=order.generation, reason=reason
                 )
             )
+        else:
+            self._memory[order.generation] = (arena, allocation)
+
+    def _free(self, generation: Generation) -> None:
+        arena, allocation = self._memory.pop(generation)
+        arena.free(allocation)
 
     def _reply(self, reply: instructions.Reply) -> None:
-        fds: list[int] = []
+        exports: list[Export] = []
         for handle in handles_of(reply):
             if handle.generation in self._unmade:
                 reason = f"the system gave no memory: {self._unmade[handle.generation]}"
@@ -302,14 +317,15 @@ class BrokerActor:
                 self._reply(instructions.Refuse(origin=reply.origin, error=full))
                 return
             try:
-                fds.append(self._memory[handle.generation].export(writable=handle.writable))
+                _, allocation = self._memory[handle.generation]
+                exports.append(allocation.export(writable=handle.writable))
             except OSError as error:
-                for fd in fds:
+                for fd in _descriptors(exports):
                     os.close(fd)
                 self._plane.disconnect(reply.origin.session, f"no descriptor for it: {error}")
                 return
-        message = reply_to_proto(reply, device=self.device)
-        self._plane.send(reply.origin.session, message, tuple(fds))
+        message = reply_to_proto(reply, exports)
+        self._plane.send(reply.origin.session, message, _descriptors(exports))
 
     def _announce(self, body: Body, run_id: RunId, step: StepIndex, epoch: Epoch) -> int:
         return self._publish(
@@ -322,3 +338,7 @@ class BrokerActor:
             self._announce(body, fence.run_id, fence.step, fence.epoch)
         if not self._state.open_runs():
             self._announce(body, RunId(""), StepIndex(0), Epoch(0))
+
+
+def _descriptors(exports: Iterable[Export]) -> tuple[int, ...]:
+    return tuple(export.fd for export in exports if export.fd is not None)

@@ -48,7 +48,7 @@ class SessionHandler(Protocol):
     """Who is told what happens on the data plane. Called on the event loop, never nested."""
 
     def joined(
-        self, session: SessionId, participant: Participant, pid: int, incarnation: str
+        self, session: SessionId, participant: Participant, pid: int, join: pb.Join
     ) -> pb.Joined:
         """A participant is there. It has no other session. Returns what it is answered."""
 
@@ -225,9 +225,7 @@ class DataPlane:
             if other.participant == participant:
                 self._end(other, f"replaced by a new connection, of pid {session.pid}")
         session.participant = participant
-        joined = self._handler.joined(
-            session.id, participant, session.pid, request.join.incarnation
-        )
+        joined = self._handler.joined(session.id, participant, session.pid, request.join)
         self.send(session.id, pb.BrokerReply(request_id=request.request_id, joined=joined), ())
 
     def _flush(self, session: _Session) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NewType
 if TYPE_CHECKING:
     from common.ids import Epoch, GroupId, LeaseId, Participant, RunId
     from common.step.plan import StepPlan
-    from common.tensors.spec import Layout, Residency
+    from common.tensors.spec import Layout, Placement, Residency
     from common.tensors.storage import HoldKind, StorageSpec
 
 SessionId = NewType("SessionId", int)
@@ -48,6 +48,8 @@ class ParticipantConnected(BrokerEvent):
     participant: Participant
     pid: int
     incarnation: str
+    device: str
+    """GPU that it computes on; empty: the node's first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,7 @@ class AllocateLease(Request):
     group: GroupId | None
     name: str
     layout: Layout
+    placement: Placement
     consumers: tuple[Participant, ...]
     residency: Residency
     next_use: str
@@ -199,6 +202,7 @@ class ReserveMemory(Request):
 
     run_id: RunId
     name: str
+    placement: Placement
     size_bytes: int
 
 

@@ -65,6 +65,7 @@ class Storage:
     name: str
     spec: StorageSpec
     layout: Layout
+    device: str
     size_bytes: int
     """Whole pages."""
     creator: Participant
@@ -97,6 +98,7 @@ class Storage:
         """What a participant needs to map it."""
         return Handle(
             generation=self.generation,
+            device=self.device,
             name=self.name,
             size_bytes=self.size_bytes,
             specs=self.layout.specs,
@@ -112,6 +114,7 @@ class Storage:
             lease_id=None,
             epoch=None,
             group=None,
+            device=self.device,
             size_bytes=self.size_bytes,
             producer=self.creator,
             waiting_for=(),

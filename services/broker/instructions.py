@@ -22,11 +22,14 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateMemory(Instruction):
-    """Make zeroed memory. If that fails, the replies that hand it out become refusals."""
+    """Make memory. If that fails, the replies that hand it out become refusals."""
 
     generation: Generation
+    device: str
     size_bytes: int
     name: str
+    zeroed: bool
+    """Whether its bytes have to be zero. The host's always are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class Handle:
     """A piece of memory as a participant gets it."""
 
     generation: Generation
+    device: str
     name: str
     size_bytes: int
     specs: tuple[TensorSpec, ...]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from common.ids import Epoch, Participant, RunId
     from services.broker.events import AcquireLeases, AllocateLease, Generation, Origin, SealLease
     from services.broker.outbox import Outbox
-    from services.broker.room import Room
+    from services.broker.rooms import Rooms
     from services.broker.runs import Runs
 
 TOMBSTONES = 4096
@@ -48,9 +48,9 @@ class _Waiting:
 class LeaseBook:
     """See the module's text."""
 
-    def __init__(self, *, runs: Runs, room: Room, outbox: Outbox) -> None:
+    def __init__(self, *, runs: Runs, rooms: Rooms, outbox: Outbox) -> None:
         self._runs = runs
-        self._room = room
+        self._rooms = rooms
         self._outbox = outbox
         self._leases: dict[LeaseId, Lease] = {}
         self._waiting: list[_Waiting] = []
@@ -78,17 +78,18 @@ class LeaseBook:
                 "at least one, and each only once"
             )
         origin = event.origin
+        room = self._rooms.place(origin.participant, event.placement)
         request = RoomRequest(
             origin=origin,
             run_id=event.run_id,
             epoch=event.epoch,
             what=f"lease {event.name}",
-            size_bytes=self._room.rounded(event.layout.size_bytes),
+            size_bytes=room.rounded(event.layout.size_bytes),
             deadline_ns=event.deadline_ns,
-            grant=lambda: self._grant(event, request.size_bytes),
+            grant=lambda: self._grant(event, room.device, request.size_bytes),
             refuse=lambda error: self._outbox.add(Refuse(origin=origin, error=error)),
         )
-        self._room.request(request, wait=event.wait)
+        room.request(request, wait=event.wait)
 
     def seal(self, event: SealLease) -> None:
         """The producer is done; whoever waited may have it now."""
@@ -224,7 +225,7 @@ class LeaseBook:
                 assert lease.state is not LeaseState.DRAINING
                 assert waiting.origin.participant not in lease.acquired
 
-    def _grant(self, event: AllocateLease, size_bytes: int) -> None:
+    def _grant(self, event: AllocateLease, device: str, size_bytes: int) -> None:
         lease = Lease(
             lease_id=self._next_id,
             generation=self._outbox.next_generation(),
@@ -233,6 +234,7 @@ class LeaseBook:
             group=event.group,
             name=event.name,
             specs=event.layout.specs,
+            device=device,
             size_bytes=size_bytes,
             producer=event.origin.participant,
             consumers=event.consumers,
@@ -243,7 +245,13 @@ class LeaseBook:
         lease.tell(event.at_ns, f"allocated by {lease.producer} for {names(lease.consumers)}")
         self._leases[lease.lease_id] = lease
         self._outbox.add(
-            CreateMemory(generation=lease.generation, size_bytes=size_bytes, name=lease.name)
+            CreateMemory(
+                generation=lease.generation,
+                device=device,
+                size_bytes=size_bytes,
+                name=lease.name,
+                zeroed=False,
+            )
         )
         self._outbox.add(
             ReplyAllocated(
@@ -330,7 +338,7 @@ class LeaseBook:
         lease.move(LeaseState.FREED, lease.ended, at_ns=at_ns)
         del self._leases[lease.lease_id]
         self._tombstones.add(lease, at_ns=at_ns)
-        self._room.give_back(lease.size_bytes, run_scoped=False)
+        self._rooms.of(lease.device).give_back(lease.size_bytes, run_scoped=False)
         if exists:
             self._outbox.add(FreeMemory(generation=lease.generation))
 

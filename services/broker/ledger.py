@@ -25,6 +25,8 @@ class LedgerRow:
     """None: run-scoped."""
     epoch: Epoch | None
     group: GroupId | None
+    device: str
+    """Arena that it is counted in."""
     size_bytes: int
     producer: Participant
     waiting_for: tuple[Participant, ...]
@@ -39,25 +41,55 @@ class LedgerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerView:
-    """The whole ledger at one moment. `used_bytes` is the sum of the rows."""
+class ArenaTotals:
+    """How full one arena is."""
 
+    device: str
     capacity_bytes: int
     used_bytes: int
+    """The sum of the device's rows."""
     peak_bytes: int
-    rows: tuple[LedgerRow, ...]
 
-    def table(self) -> str:
-        """One line of totals, then the rows, largest first."""
+    def __str__(self) -> str:
         free_bytes = self.capacity_bytes - self.used_bytes
-        total = (
-            f"arena: {self.capacity_bytes} bytes, {self.used_bytes} used, {free_bytes} free, "
+        return (
+            f"{self.capacity_bytes} bytes, {self.used_bytes} used, {free_bytes} free, "
             f"peak {self.peak_bytes}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerView:
+    """The whole ledger at one moment."""
+
+    arenas: tuple[ArenaTotals, ...]
+    """The host's first."""
+    rows: tuple[LedgerRow, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all arenas."""
+        return sum(arena.used_bytes for arena in self.arenas)
+
+    def arena(self, device: str) -> ArenaTotals:
+        """The totals of one device."""
+        return next(arena for arena in self.arenas if arena.device == device)
+
+    def table(self) -> str:
+        """A line of totals for each arena, then the rows, largest first."""
+        several = len(self.arenas) > 1
+        totals = [
+            f"arena {arena.device}: {arena}" if several else f"arena: {arena}"
+            for arena in self.arenas
+        ]
         if not self.rows:
-            return f"{total}\nnothing is held"
+            return "\n".join([*totals, "nothing is held"])
         ordered = sorted(self.rows, key=lambda row: (-row.size_bytes, row.name))
-        return "\n".join([total, *_columns([_HEADINGS, *map(_cells, ordered)])])
+        lines = [_HEADINGS, *map(_cells, ordered)]
+        if several:
+            places = ["device", *(row.device for row in ordered)]
+            lines = [(*line, place) for line, place in zip(lines, places, strict=True)]
+        return "\n".join([*totals, *_columns(lines)])
 
 
 def _cells(row: LedgerRow) -> tuple[str, ...]:

@@ -62,6 +62,7 @@ class Lease:
     group: GroupId | None
     name: str
     specs: tuple[TensorSpec, ...]
+    device: str
     size_bytes: int
     """Whole pages."""
     producer: Participant
@@ -114,6 +115,7 @@ class Lease:
         """What a participant needs to map it."""
         return Handle(
             generation=self.generation,
+            device=self.device,
             name=self.name,
             size_bytes=self.size_bytes,
             specs=self.specs,
@@ -129,6 +131,7 @@ class Lease:
             lease_id=self.lease_id,
             epoch=self.epoch,
             group=self.group,
+            device=self.device,
             size_bytes=self.size_bytes,
             producer=self.producer,
             waiting_for=self.waiting_for,

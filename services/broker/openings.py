@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.broker.events import OpenStorage, Origin
     from services.broker.holds import Storage
     from services.broker.outbox import Outbox
-    from services.broker.room import Room
+    from services.broker.rooms import Rooms
 
 StorageKey = tuple[RunId, str]
 
@@ -35,12 +35,12 @@ class Openings:
     def __init__(
         self,
         *,
-        room: Room,
+        rooms: Rooms,
         outbox: Outbox,
         find: Callable[[StorageKey], Storage | None],
-        make: Callable[[OpenStorage, int], Storage],
+        make: Callable[[OpenStorage, str, int], Storage],
     ) -> None:
-        self._room = room
+        self._rooms = rooms
         self._outbox = outbox
         self._find = find
         self._make = make
@@ -56,6 +56,7 @@ class Openings:
         if event.create is not None:
             layout(event.create.tensors)
             _require_declared(event.name, event.create, event.origin.participant)
+            self._rooms.place(event.origin.participant, event.create.placement)
             if not event.create.writers:
                 raise InvalidArgument(f"storage {event.name} declares no writers; it needs one")
         self._openers.append(event)
@@ -100,7 +101,7 @@ class Openings:
             assert opener.create is None or key in self._creating
         for key, event in self._creating.items():
             assert self._find(key) is None
-            assert any(request.origin == event.origin for request in self._room.waiting)
+            assert any(request.origin == event.origin for request in self._rooms.waiting)
 
     def _serve(self, key: StorageKey) -> None:
         """Attach everybody if the storage is there; else let the first creator create it."""
@@ -119,6 +120,7 @@ class Openings:
 
     def _request_room(self, key: StorageKey, event: OpenStorage) -> None:
         assert event.create is not None
+        room = self._rooms.place(event.origin.participant, event.create.placement)
 
         def refuse(error: RollplexError) -> None:
             self._outbox.add(Refuse(origin=event.origin, error=error))
@@ -129,18 +131,24 @@ class Openings:
             run_id=event.run_id,
             epoch=None,
             what=f"storage {event.name}",
-            size_bytes=self._room.rounded(layout(event.create.tensors).size_bytes),
+            size_bytes=room.rounded(layout(event.create.tensors).size_bytes),
             deadline_ns=event.deadline_ns,
-            grant=lambda: self._create(key, event, request.size_bytes),
+            grant=lambda: self._create(key, event, room.device, request.size_bytes),
             refuse=refuse,
         )
-        self._room.request(request, wait=True)
+        room.request(request, wait=True)
 
-    def _create(self, key: StorageKey, event: OpenStorage, size_bytes: int) -> None:
+    def _create(self, key: StorageKey, event: OpenStorage, device: str, size_bytes: int) -> None:
         del self._creating[key]
-        storage = self._make(event, size_bytes)
+        storage = self._make(event, device, size_bytes)
         self._outbox.add(
-            CreateMemory(generation=storage.generation, size_bytes=size_bytes, name=storage.name)
+            CreateMemory(
+                generation=storage.generation,
+                device=device,
+                size_bytes=size_bytes,
+                name=storage.name,
+                zeroed=True,
+            )
         )
         self._reply(storage, event.origin, created=True)
         self._serve(key)
@@ -180,7 +188,7 @@ def _require_declared(name: str, spec: StorageSpec, participant: Participant) ->
 
 
 def _difference(existing: StorageSpec, wanted: StorageSpec) -> str:
-    for attribute in ("residency", "readers", "writers"):
+    for attribute in ("residency", "placement", "readers", "writers"):
         have, want = getattr(existing, attribute), getattr(wanted, attribute)
         if have != want:
             return f"its {attribute} are {have}, not {want}"

@@ -10,32 +10,42 @@ from services.broker.ledger import LedgerRow
 
 if TYPE_CHECKING:
     from common.ids import Participant, RunId
-    from services.broker.room import Room
+    from common.tensors.spec import Placement
+    from services.broker.rooms import Rooms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reservation:
     participant: Participant
     run_id: RunId
+    device: str
     name: str
 
 
 class Reservations:
-    """What is reserved now, by participant, run and name. Only this class changes it."""
+    """What is reserved now, by participant, run, device and name. Only this class changes it."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
         self._sizes: dict[_Reservation, int] = {}
 
-    def put(self, participant: Participant, run_id: RunId, name: str, size_bytes: int) -> None:
+    def put(
+        self,
+        participant: Participant,
+        run_id: RunId,
+        name: str,
+        size_bytes: int,
+        placement: Placement,
+    ) -> None:
         """Set a reservation; 0 removes it. Raises ArenaFull and then changes nothing."""
-        key = _Reservation(participant=participant, run_id=run_id, name=name)
+        room = self._rooms.place(participant, placement)
+        key = _Reservation(participant=participant, run_id=run_id, device=room.device, name=name)
         before = self._sizes.get(key, 0)
-        self._room.give_back(before, run_scoped=True)
+        room.give_back(before, run_scoped=True)
         try:
-            self._room.take_now(f"reservation {name} of {participant}", size_bytes)
+            room.take_now(f"reservation {name} of {participant}", size_bytes)
         except RollplexError:
-            self._room.take_now(f"reservation {name} of {participant}", before)
+            room.take_now(f"reservation {name} of {participant}", before)
             raise
         if size_bytes:
             self._sizes[key] = size_bytes
@@ -46,7 +56,7 @@ class Reservations:
         """Remove those of a participant that died, or of a run that was closed."""
         for key in list(self._sizes):
             if participant in (None, key.participant) and run_id in (None, key.run_id):
-                self._room.give_back(self._sizes.pop(key), run_scoped=True)
+                self._rooms.of(key.device).give_back(self._sizes.pop(key), run_scoped=True)
 
     def rows(self) -> list[LedgerRow]:
         """One row a reservation."""
@@ -57,6 +67,7 @@ class Reservations:
                 lease_id=None,
                 epoch=None,
                 group=None,
+                device=key.device,
                 size_bytes=size_bytes,
                 producer=key.participant,
                 waiting_for=(),

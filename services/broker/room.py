@@ -1,4 +1,4 @@
-"""Room in the arena: how much is used, and who waits for some.
+"""Room in one arena: how much is used, and who waits for some.
 
 Invariants: `used_bytes` is the sum of what was taken and not given back; what waits does not fit,
 or comes after something of the same participant that does not.
@@ -42,7 +42,10 @@ class RoomRequest:
 class Room:
     """See the module's text."""
 
-    def __init__(self, *, capacity_bytes: int, page_bytes: int, table: Callable[[], str]) -> None:
+    def __init__(
+        self, *, device: str, capacity_bytes: int, page_bytes: int, table: Callable[[], str]
+    ) -> None:
+        self.device = device
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
@@ -69,7 +72,8 @@ class Room:
         if self.used_bytes + size_bytes > self.capacity_bytes:
             free_bytes = self.capacity_bytes - self.used_bytes
             raise ArenaFull(
-                f"{what} wants {size_bytes} bytes, {free_bytes} are free\n{self._table()}"
+                f"{what} wants {size_bytes} bytes, {free_bytes} of {self.device} are free\n"
+                f"{self._table()}"
             )
         self._take(size_bytes, run_scoped=True)
 
@@ -134,7 +138,7 @@ class Room:
         available_bytes = self.capacity_bytes - self.run_scoped_bytes
         return ArenaFull(
             f"{request.what} of {request.origin.participant} wants {request.size_bytes} bytes: "
-            f"{why}; {self.capacity_bytes - self.used_bytes} bytes are free and {available_bytes} "
-            f"are not taken for the whole run\n{self._table()}",
+            f"{why}; of {self.device}, {self.capacity_bytes - self.used_bytes} bytes are free and "
+            f"{available_bytes} are not taken for the whole run\n{self._table()}",
             size_bytes=request.size_bytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
@@ -12,12 +13,13 @@ from common.bus.hub import Hub
 from common.transport import BoundServicer
 from protos.rollplex.v1 import broker_pb2, broker_pb2_grpc
 from services.broker.actor import BrokerActor
-from services.broker.arena import MemfdArena
+from services.broker.arena import BudgetedArena, MemfdArena
 from services.broker.servicer import BrokerServicer
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from common.config.deployment import Deployment
     from common.service.context import ServiceContext
 
 _METRICS_S = 1.0
@@ -29,12 +31,14 @@ class BrokerService:
     def __init__(self, actor: BrokerActor, hub: Hub, metrics: CollectorRegistry) -> None:
         self._actor = actor
         self._hub = hub
-        self._used = Gauge("rollplex_arena_used_bytes", "Bytes handed out.", registry=metrics)
-        self._peak = Gauge("rollplex_arena_peak_bytes", "Most bytes ever out.", registry=metrics)
+        by_device = partial(Gauge, labelnames=("device",), registry=metrics)
+        self._used = by_device("rollplex_arena_used_bytes", "Bytes handed out.")
+        self._peak = by_device("rollplex_arena_peak_bytes", "Most bytes ever out.")
         self._entries = Gauge("rollplex_ledger_entries", "Leases and others.", registry=metrics)
         self._connected = Gauge("rollplex_participants", "Connected.", registry=metrics)
-        capacity = Gauge("rollplex_arena_capacity_bytes", "Budget.", registry=metrics)
-        capacity.set(actor.ledger().capacity_bytes)
+        capacity = by_device("rollplex_arena_capacity_bytes", "Budget.")
+        for arena in actor.ledger().arenas:
+            capacity.labels(arena.device).set(arena.capacity_bytes)
         descriptor = broker_pb2.DESCRIPTOR.services_by_name["Broker"]
         self.servicers = (
             BoundServicer(
@@ -51,8 +55,7 @@ class BrokerService:
         deployment = context.deployment
         hub = Hub(deployment.hub_address, admit=lambda event: actor.admits(event))
         actor = BrokerActor(
-            arena=MemfdArena(),
-            capacity_bytes=deployment.arena_bytes,
+            arenas=_arenas(deployment),
             socket_path=deployment.broker_socket,
             publish=hub.publish,
         )
@@ -68,8 +71,9 @@ class BrokerService:
         """Keep the metrics fresh; raises what broke the state."""
         while not self._actor.failed.is_set():
             ledger = self._actor.ledger()
-            self._used.set(ledger.used_bytes)
-            self._peak.set(ledger.peak_bytes)
+            for arena in ledger.arenas:
+                self._used.labels(arena.device).set(arena.used_bytes)
+                self._peak.labels(arena.device).set(arena.peak_bytes)
             self._entries.set(len(ledger.rows))
             self._connected.set(self._actor.participants)
             try:
@@ -87,6 +91,16 @@ class BrokerService:
         """End the sessions, give the memory back, close the hub. Idempotent."""
         self._actor.close()
         await self._hub.close()
+
+
+def _arenas(deployment: Deployment) -> list[BudgetedArena]:
+    """The host's memory, and that of each GPU that is used."""
+    arenas = [BudgetedArena(arena=MemfdArena(), capacity_bytes=deployment.arena_bytes)]
+    if deployment.gpus:
+        from services.broker.arena_cuda import gpu_arena
+
+        arenas += [gpu_arena(deployment, ordinal) for ordinal in range(deployment.gpus)]
+    return arenas
 
 
 def _raise_descriptor_limit() -> None:

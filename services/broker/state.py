@@ -1,7 +1,7 @@
 """The broker's state machine: events in, instructions out, no input or output of its own.
 
 It owns nothing but numbers and names; memory, sockets and clocks are the executor's. The parts:
-`runs` (epoch fences), `room` (bytes), `leases` (step-scoped), `storage` (run-scoped),
+`runs` (epoch fences), `rooms` (bytes by device), `leases` (step-scoped), `storage` (run-scoped),
 `reservations`. After every event: what waits cannot be granted, and the rows of the ledger add up
 to the bytes in use.
 """
@@ -34,16 +34,17 @@ from services.broker.leases import LeaseBook
 from services.broker.ledger import LedgerView
 from services.broker.outbox import Outbox
 from services.broker.reservations import Reservations
-from services.broker.room import Room, RoomRequest
+from services.broker.rooms import ArenaSize, Rooms
 from services.broker.runs import Fence, Runs
 from services.broker.storage import StorageBook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from common.ids import Epoch, LeaseId, Participant, RunId
     from services.broker.events import Origin, SessionId
     from services.broker.lifecycle import LeaseState
+    from services.broker.room import Room, RoomRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +58,17 @@ class BrokerState:
     """See the module's text.
 
     Args:
-        capacity_bytes: what may be handed out and reserved in all.
-        page_bytes: allocations take whole pages.
+        arenas: what may be handed out and reserved of each, the host's first.
         first_generation: greater than every generation of an earlier broker on this node.
     """
 
-    def __init__(
-        self, *, capacity_bytes: int, page_bytes: int = 4096, first_generation: int = 1
-    ) -> None:
+    def __init__(self, arenas: Sequence[ArenaSize], *, first_generation: int = 1) -> None:
         self._outbox = Outbox(first_generation=first_generation)
         self._runs = Runs()
-        self._room = Room(
-            capacity_bytes=capacity_bytes,
-            page_bytes=page_bytes,
-            table=lambda: self.ledger().table(),
-        )
-        self._leases = LeaseBook(runs=self._runs, room=self._room, outbox=self._outbox)
-        self._storages = StorageBook(runs=self._runs, room=self._room, outbox=self._outbox)
-        self._reservations = Reservations(self._room)
+        self._rooms = Rooms(arenas, table=lambda: self.ledger().table())
+        self._leases = LeaseBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
+        self._storages = StorageBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
+        self._reservations = Reservations(self._rooms)
         self._sessions: dict[SessionId, _Session] = {}
 
     def handle(self, event: events.BrokerEvent) -> list[Instruction]:
@@ -95,7 +89,7 @@ class BrokerState:
                 self._outbox.add(Refuse(origin=event.origin, error=error))
         else:
             self._apply(event)
-        self._room.pump()
+        self._rooms.pump()
         self._expire(event.at_ns)
         return self._outbox.take()
 
@@ -105,7 +99,7 @@ class BrokerState:
             *self._leases.deadlines(),
             *self._storages.deadlines(),
             *self._storages.openings.deadlines(),
-            *(request.deadline_ns for request in self._room.waiting),
+            *(request.deadline_ns for request in self._rooms.waiting),
         ]
         return min(deadlines, default=None)
 
@@ -113,11 +107,18 @@ class BrokerState:
         """The ledger, of one run or of all. The totals are always the node's."""
         rows = [*self._leases.rows(), *self._storages.rows(), *self._reservations.rows()]
         return LedgerView(
-            capacity_bytes=self._room.capacity_bytes,
-            used_bytes=self._room.used_bytes,
-            peak_bytes=self._room.peak_bytes,
+            arenas=self._rooms.totals(),
             rows=tuple(row for row in rows if run_id in (None, row.run_id)),
         )
+
+    @property
+    def default_device(self) -> str:
+        """Where `device` placement lies for participants that name no GPU."""
+        return self._rooms.default_device
+
+    def home(self, participant: Participant) -> str:
+        """Where a participant's `device` placement lies."""
+        return self._rooms.home(participant)
 
     @property
     def participants(self) -> int:
@@ -143,19 +144,23 @@ class BrokerState:
         """Check every invariant; for tests."""
         self._leases.validate()
         self._storages.validate()
-        ledger = self.ledger()
-        assert ledger.used_bytes == sum(row.size_bytes for row in ledger.rows)
-        assert 0 <= ledger.used_bytes <= ledger.capacity_bytes
-        assert ledger.used_bytes <= ledger.peak_bytes
-        run_scoped = sum(row.size_bytes for row in ledger.rows if row.lease_id is None)
-        assert run_scoped == self._room.run_scoped_bytes
-        behind: set[Participant] = set()
-        for request in self._room.waiting:
-            fits = request.size_bytes + ledger.used_bytes <= ledger.capacity_bytes
-            assert not fits or request.origin.participant in behind
-            behind.add(request.origin.participant)
+        for room in self._rooms:
+            self._validate_room(room)
         participants = [session.participant for session in self._sessions.values()]
         assert len(participants) == len(set(participants))
+
+    def _validate_room(self, room: Room) -> None:
+        rows = [row for row in self.ledger().rows if row.device == room.device]
+        assert room.used_bytes == sum(row.size_bytes for row in rows)
+        assert 0 <= room.used_bytes <= room.capacity_bytes
+        assert room.used_bytes <= room.peak_bytes
+        run_scoped = sum(row.size_bytes for row in rows if row.lease_id is None)
+        assert run_scoped == room.run_scoped_bytes
+        behind: set[Participant] = set()
+        for request in room.waiting:
+            fits = request.size_bytes + room.used_bytes <= room.capacity_bytes
+            assert not fits or request.origin.participant in behind
+            behind.add(request.origin.participant)
 
     @singledispatchmethod
     def _apply(self, event: events.BrokerEvent) -> None:
@@ -166,6 +171,7 @@ class BrokerState:
         self._sessions[event.session] = _Session(
             participant=event.participant, pid=event.pid, incarnation=event.incarnation
         )
+        self._rooms.join(event.participant, event.device)
         self._outbox.add(
             AnnounceJoined(
                 participant=event.participant, pid=event.pid, incarnation=event.incarnation
@@ -177,7 +183,7 @@ class BrokerState:
         session = self._sessions.pop(event.session)
         participant = session.participant
         self._storages.openings.lose(participant)
-        for request in self._room.remove_of(participant):
+        for request in self._rooms.remove_of(participant):
             self._storages.openings.creation_dropped(request)
         self._leases.lose(participant, event.reason, event.at_ns)
         self._storages.lose(participant, event.reason)
@@ -276,7 +282,9 @@ class BrokerState:
     def _(self, event: events.ReserveMemory) -> None:
         self._runs.require_known(event.run_id)
         participant = event.origin.participant
-        self._reservations.put(participant, event.run_id, event.name, event.size_bytes)
+        self._reservations.put(
+            participant, event.run_id, event.name, event.size_bytes, event.placement
+        )
         self._outbox.add(ReplyDone(origin=event.origin))
 
     @_apply.register
@@ -291,7 +299,7 @@ class BrokerState:
             self._outbox.add(Refuse(origin=origin, error=error))
 
     def _withdraw(self, origin: Origin) -> bool:
-        for request in self._room.remove_origin(origin):
+        for request in self._rooms.remove_origin(origin):
             self._storages.openings.creation_dropped(request)
             return True
         return (
@@ -311,16 +319,16 @@ class BrokerState:
         self._storages.end_epochs(run_id)
 
     def _refuse_room(self, run_id: RunId, why: Callable[[Epoch | None], str | None]) -> None:
-        for request in self._room.remove_stale(run_id, lambda epoch: why(epoch) is not None):
+        for request in self._rooms.remove_stale(run_id, lambda epoch: why(epoch) is not None):
             text = f"{request.what} was waiting for room: {why(request.epoch)}"
             self._outbox.add(Refuse(origin=request.origin, error=StaleLease(text)))
             self._storages.openings.creation_dropped(request)
 
     def _expire(self, now_ns: int) -> None:
-        for request in self._room.expire(now_ns):
+        for request in self._rooms.expire(now_ns):
             self._outbox.add(Refuse(origin=request.origin, error=self._no_room_in_time(request)))
             self._storages.openings.creation_dropped(request)
-            self._room.pump()
+            self._rooms.pump()
         self._leases.expire(now_ns)
         self._storages.openings.expire(now_ns)
         self._storages.expire(now_ns)

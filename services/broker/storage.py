@@ -44,19 +44,21 @@ if TYPE_CHECKING:
     )
     from services.broker.openings import StorageKey
     from services.broker.outbox import Outbox
-    from services.broker.room import Room
+    from services.broker.rooms import Rooms
     from services.broker.runs import Runs
 
 
 class StorageBook:
     """See the module's text."""
 
-    def __init__(self, *, runs: Runs, room: Room, outbox: Outbox) -> None:
+    def __init__(self, *, runs: Runs, rooms: Rooms, outbox: Outbox) -> None:
         self._runs = runs
-        self._room = room
+        self._rooms = rooms
         self._outbox = outbox
         self._storages: dict[StorageKey, Storage] = {}
-        self.openings = Openings(room=room, outbox=outbox, find=self._storages.get, make=self._make)
+        self.openings = Openings(
+            rooms=rooms, outbox=outbox, find=self._storages.get, make=self._make
+        )
         self._next_storage = StorageId(1)
         self._next_hold = HoldId(1)
 
@@ -194,7 +196,7 @@ class StorageBook:
                 assert verdict.error is None
         self.openings.validate()
 
-    def _make(self, event: OpenStorage, size_bytes: int) -> Storage:
+    def _make(self, event: OpenStorage, device: str, size_bytes: int) -> Storage:
         assert event.create is not None
         storage = Storage(
             storage_id=self._next_storage,
@@ -203,6 +205,7 @@ class StorageBook:
             name=event.name,
             spec=event.create,
             layout=layout(event.create.tensors),
+            device=device,
             size_bytes=size_bytes,
             creator=event.origin.participant,
         )
@@ -237,7 +240,7 @@ class StorageBook:
 
     def _free(self, storage: Storage, *, exists: bool = True) -> None:
         del self._storages[storage.run_id, storage.name]
-        self._room.give_back(storage.size_bytes, run_scoped=True)
+        self._rooms.of(storage.device).give_back(storage.size_bytes, run_scoped=True)
         if exists:
             self._outbox.add(FreeMemory(generation=storage.generation))
 

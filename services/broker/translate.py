@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import InvalidArgument
 from common.ids import Epoch, GroupId, LeaseId, Participant, RunId
 from common.tensors.errors import ProtocolViolation
-from common.tensors.spec import Residency, layout
+from common.tensors.spec import Placement, Residency, layout
 from common.tensors.storage import StorageSpec, hold_kind_from_proto
 from common.tensors.wire import error_to_proto, specs_from_proto, specs_to_proto
 from protos.rollplex.v1 import broker_pb2 as pb
@@ -15,8 +15,9 @@ from services.broker import events, instructions
 from services.broker.events import Generation, HoldId, Origin, RequestId, StorageId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from services.broker.arena import Export
     from services.broker.ledger import LedgerView
 
 _NS_PER_MS = 1_000_000
@@ -36,20 +37,23 @@ def request_from_proto(message: pb.BrokerRequest, origin: Origin, *, at_ns: int)
     return _READERS[kind](getattr(message, kind), origin, at_ns)
 
 
-def reply_to_proto(reply: instructions.Reply, *, device: str) -> pb.BrokerReply:
-    """The wire form of an answer; descriptors ride beside it, one a handle."""
+def reply_to_proto(reply: instructions.Reply, exports: Sequence[Export] = ()) -> pb.BrokerReply:
+    """The wire form of an answer; descriptors ride beside it.
+
+    Args:
+        exports: one for each of `handles_of`.
+    """
     message = pb.BrokerReply(request_id=reply.origin.request)
     match reply:
         case instructions.ReplyAllocated():
             message.allocated.lease_id = reply.lease_id
-            message.allocated.handle.CopyFrom(_handle(reply.handle, device))
+            message.allocated.handle.CopyFrom(_handle(reply.handle, exports[0]))
         case instructions.ReplyAcquired():
-            handles = [_handle(handle, device) for handle in reply.handles]
-            message.acquired.handles.extend(handles)
+            message.acquired.handles.extend(map(_handle, reply.handles, exports))
         case instructions.ReplyStorageOpened():
             opened = pb.StorageOpened(
                 storage_id=reply.storage_id,
-                handle=_handle(reply.handle, device),
+                handle=_handle(reply.handle, exports[0]),
                 created=reply.created,
                 version=reply.version,
                 torn=reply.torn,
@@ -68,7 +72,7 @@ def reply_to_proto(reply: instructions.Reply, *, device: str) -> pb.BrokerReply:
 
 
 def handles_of(reply: instructions.Reply) -> tuple[instructions.Handle, ...]:
-    """The memory that an answer hands out, in the order of its descriptors."""
+    """The memory that an answer hands out, in order."""
     match reply:
         case instructions.ReplyAllocated() | instructions.ReplyStorageOpened():
             return (reply.handle,)
@@ -79,12 +83,26 @@ def handles_of(reply: instructions.Reply) -> tuple[instructions.Handle, ...]:
 
 
 def ledger_to_proto(view: LedgerView, *, device: str) -> pb.Ledger:
-    """The wire form of the ledger."""
+    """The wire form of the ledger.
+
+    Args:
+        device: whose totals are the node's, for those who look at no others.
+    """
+    main = view.arena(device)
     return pb.Ledger(
-        capacity_bytes=view.capacity_bytes,
-        used_bytes=view.used_bytes,
-        peak_bytes=view.peak_bytes,
+        capacity_bytes=main.capacity_bytes,
+        used_bytes=main.used_bytes,
+        peak_bytes=main.peak_bytes,
         device=device,
+        arenas=[
+            pb.ArenaTotals(
+                device=arena.device,
+                capacity_bytes=arena.capacity_bytes,
+                used_bytes=arena.used_bytes,
+                peak_bytes=arena.peak_bytes,
+            )
+            for arena in view.arenas
+        ],
         entries=[
             pb.LedgerEntry(
                 name=row.name,
@@ -100,20 +118,26 @@ def ledger_to_proto(view: LedgerView, *, device: str) -> pb.Ledger:
                 residency=row.residency,
                 until=row.until,
                 generation=row.generation or 0,
+                device=row.device,
             )
             for row in view.rows
         ],
     )
 
 
-def _handle(handle: instructions.Handle, device: str) -> pb.TensorHandle:
+def _handle(handle: instructions.Handle, export: Export) -> pb.TensorHandle:
+    ipc = None
+    if export.ipc is not None:
+        ipc = pb.IpcHandle(handle=export.ipc.handle, offset_bytes=export.ipc.offset_bytes)
     return pb.TensorHandle(
-        device=device,
+        device=handle.device,
         size_bytes=handle.size_bytes,
         tensors=specs_to_proto(handle.specs),
         generation=handle.generation,
         epoch=handle.epoch or 0,
         name=handle.name,
+        writable=handle.writable,
+        ipc=ipc,
     )
 
 
@@ -136,6 +160,13 @@ def _residency(name: str) -> Residency:
         raise InvalidArgument(f"residency {name!r}; legal are {', '.join(Residency)}") from None
 
 
+def _placement(name: str) -> Placement:
+    try:
+        return Placement(name or Placement.DEVICE)
+    except ValueError:
+        raise InvalidArgument(f"placement {name!r}; legal are {', '.join(Placement)}") from None
+
+
 def _lease_ids(values: Iterable[int]) -> tuple[LeaseId, ...]:
     return tuple(map(LeaseId, values))
 
@@ -153,6 +184,7 @@ def _allocate(message: pb.Allocate, origin: Origin, at_ns: int) -> events.Alloca
         group=GroupId(message.group) if message.HasField("group") else None,
         name=message.name,
         layout=layout(specs_from_proto(message.tensors)),
+        placement=_placement(message.placement),
         consumers=_participants(message.consumers),
         residency=_residency(message.residency),
         next_use=message.next_use,
@@ -201,6 +233,7 @@ def _open_storage(message: pb.OpenStorage, origin: Origin, at_ns: int) -> events
             readers=_participants(message.create.readers),
             writers=_participants(message.create.writers),
             residency=_residency(message.create.residency),
+            placement=_placement(message.create.placement),
         )
     return events.OpenStorage(
         origin=origin,
@@ -240,6 +273,7 @@ def _reserve(message: pb.Reserve, origin: Origin, at_ns: int) -> events.ReserveM
         at_ns=at_ns,
         run_id=RunId(message.run_id),
         name=message.name,
+        placement=_placement(message.placement),
         size_bytes=message.bytes,
     )
 

@@ -3,12 +3,17 @@
 Shapes: S = tokens, i = intermediate width, H = rotated heads, D = head width.
 """
 
+# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _BLOCK = 1024
 
@@ -147,9 +152,7 @@ def _gated_backward(
     dg = d * u * s * (1.0 + g * (1.0 - s))
     tl.store(grad_gate + row * grad_gate_row + column, dg.to(dtype), mask=inside)
     tl.store(grad_up + row * grad_up_row + column, (d * silu).to(dtype), mask=inside)
-    tl.store(
-        again + row * again_row + column, (silu * u).to(again.dtype.element_ty), mask=inside
-    )
+    tl.store(again + row * again_row + column, (silu * u).to(again.dtype.element_ty), mask=inside)
 
 
 @triton.jit

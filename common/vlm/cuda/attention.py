@@ -8,25 +8,22 @@ Shapes: P = prefix tokens, T = tokens of all responses of a group in one row, G 
 H = query heads, K = key/value heads, D = head width.
 """
 
+# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Library = Literal["flash", "cudnn"]
 """Which kernels attend where there is no packing."""
-
-_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +49,14 @@ class FusedAttention:
             prefix: for the prefix's causal attention.
             response: for the responses' attention to the prefix.
         """
-        self._prefix = _BACKENDS[prefix]
+        self._prefix: Library = prefix
         self._response: Library = response
 
     def prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionBackend.prefix`."""
-        with sdpa_kernel(self._prefix):
-            return F.scaled_dot_product_attention(
-                query[None], key[None], value[None], is_causal=True, enable_gqa=True
-            )[0]
+        return dense_attention(query, key, value, causal=True, library=self._prefix)
 
-    def plan(
-        self, prefix_tokens: int, lengths_G: Sequence[int], device: torch.device
-    ) -> PackedRow:
+    def plan(self, prefix_tokens: int, lengths_G: Sequence[int], device: torch.device) -> PackedRow:
         """See `AttentionBackend.plan`."""
         del prefix_tokens
         bounds = [0]
@@ -86,6 +78,67 @@ class FusedAttention:
         return _Responses.apply(query, *prefix, *own, plan, self._response)
 
 
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, library: Library
+) -> Tensor:
+    """Attention of one sequence.
+
+    Args:
+        query: [H, T, D]; key and value: [K, P, D]; any strides of rows and heads.
+        causal: whether row t sees the first t + 1 keys only.
+        library: which kernels.
+    Returns: [H, T, D]; differentiable.
+    """
+    return _Dense.apply(query, key, value, causal, library)
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: PackedRow) -> Tensor:
+    """Attention of each sequence of a row to all of itself, without a mask.
+
+    Args:
+        query, key, value: [H, S, D].
+        plan: the sequences.
+    Returns: [H, S, D]; differentiable.
+    """
+    return _Packed.apply(query, key, value, plan)
+
+
+class _Dense(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, library: Library
+    ) -> Tensor:
+        part = _dense_forward(query, key, value, causal, library)
+        ctx.save_for_backward(query, key, value, part.out, part.log_sum)
+        ctx.causal, ctx.library, ctx.state = causal, library, part.state
+        return part.out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        gradients = _dense_backward(
+            gradient, (query, key, value), (out, log_sum), ctx.causal, ctx.library, ctx.state
+        )
+        return *gradients, None, None
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedRow) -> Tensor:
+        part = _packed_forward(query, key, value, plan, causal=False)
+        ctx.save_for_backward(query, key, value, part.out, part.log_sum)
+        ctx.plan, ctx.state = plan, part.state
+        return part.out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sum = ctx.saved_tensors
+        gradients = _packed_backward(
+            gradient, (query, key, value), (out, log_sum), ctx.plan, ctx.state, causal=False
+        )
+        return *gradients, None
+
+
 class _Responses(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,10 +151,10 @@ class _Responses(torch.autograd.Function):
         plan: PackedRow,
         library: Library,
     ) -> Tensor:
-        own = _packed_forward(query, own_key, own_value, plan)
+        own = _packed_forward(query, own_key, own_value, plan, causal=True)
         out, total, rest = own.out, own.log_sum, None
         if prefix_key.shape[1]:
-            rest = _dense_forward(query, prefix_key, prefix_value, library)
+            rest = _dense_forward(query, prefix_key, prefix_value, False, library)
             out, total = merge(own.out, own.log_sum, rest.out, rest.log_sum)
         ctx.save_for_backward(query, prefix_key, prefix_value, own_key, own_value, out, total)
         ctx.plan, ctx.library = plan, library
@@ -112,7 +165,12 @@ class _Responses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, prefix_key, prefix_value, own_key, own_value, out, total = ctx.saved_tensors
         grad_query, grad_own_key, grad_own_value = _packed_backward(
-            gradient, (query, own_key, own_value), (out, total), ctx.plan, ctx.own_state
+            gradient,
+            (query, own_key, own_value),
+            (out, total),
+            ctx.plan,
+            ctx.own_state,
+            causal=True,
         )
         grad_key = grad_value = None
         if prefix_key.shape[1]:
@@ -120,6 +178,7 @@ class _Responses(torch.autograd.Function):
                 gradient,
                 (query, prefix_key, prefix_value),
                 (out, total),
+                False,
                 ctx.library,
                 ctx.rest_state,
             )
@@ -142,7 +201,9 @@ class Part:
     state: tuple[Tensor, Tensor]
 
 
-def _packed_forward(query: Tensor, key: Tensor, value: Tensor, plan: PackedRow) -> Part:
+def _packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: PackedRow, *, causal: bool
+) -> Part:
     out, log_sum, state, unused, _ = torch.ops.aten._flash_attention_forward(
         query.transpose(0, 1),
         key.transpose(0, 1),
@@ -152,7 +213,7 @@ def _packed_forward(query: Tensor, key: Tensor, value: Tensor, plan: PackedRow) 
         plan.longest,
         plan.longest,
         0.0,
-        True,
+        causal,
         False,
     )
     log_sum = log_sum.view(query.shape[:2])
@@ -165,6 +226,8 @@ def _packed_backward(
     result: tuple[Tensor, Tensor],
     plan: PackedRow,
     state: tuple[Tensor, Tensor],
+    *,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = inputs
     gradients = torch.ops.aten._flash_attention_backward(
@@ -179,20 +242,22 @@ def _packed_backward(
         plan.longest,
         plan.longest,
         0.0,
-        True,
+        causal,
         *state,
     )
     return tuple(part.transpose(0, 1) for part in gradients)  # type: ignore[return-value]
 
 
-def _dense_forward(query: Tensor, key: Tensor, value: Tensor, library: Library) -> Part:
+def _dense_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, library: Library
+) -> Part:
     batch = (query[None], key[None], value[None])
     if library == "cudnn":
         result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *batch, None, True, 0.0, False, False
+            *batch, None, True, 0.0, causal, False
         )
     else:
-        result = torch.ops.aten._scaled_dot_product_flash_attention(*batch, 0.0, False, False)
+        result = torch.ops.aten._scaled_dot_product_flash_attention(*batch, 0.0, causal, False)
     state = (result[6], result[7])
     return Part(out=result[0][0], log_sum=result[1].view(query.shape[:2]), state=state)
 
@@ -201,6 +266,7 @@ def _dense_backward(
     gradient: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
     result: tuple[Tensor, Tensor],
+    causal: bool,
     library: Library,
     state: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +287,7 @@ def _dense_backward(
             None,
             *sizes,
             0.0,
-            False,
+            causal,
         )
     else:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -235,7 +301,7 @@ def _dense_backward(
             None,
             *sizes,
             0.0,
-            False,
+            causal,
             *state,
         )
     return tuple(part[0] for part in gradients[:3])  # type: ignore[return-value]

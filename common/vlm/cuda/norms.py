@@ -4,6 +4,7 @@ Shapes: S = tokens, h = hidden width. Arithmetic is float32; results are rounded
 library's modules round them.
 """
 
+# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 
 import torch
@@ -160,7 +161,7 @@ def _norm_backward(
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     for number in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = number.to(tl.int64) * width
+        row = (tl.zeros((), dtype=tl.int64) + number) * width
         x = tl.load(hidden + row + column, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(gradient + row + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)

@@ -287,12 +287,16 @@ class Ledger(_message.Message):
     PEAK_BYTES_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    ARENAS_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
+    """Of the arena that workers compute in; `arenas` has all of them."""
     used_bytes: _builtins.int
     peak_bytes: _builtins.int
     device: _builtins.str
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerEntry]: ...
+    @_builtins.property
+    def arenas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArenaTotals]: ...
     def __init__(
         self,
         *,
@@ -301,14 +305,46 @@ class Ledger(_message.Message):
         peak_bytes: _builtins.int = ...,
         entries: _abc.Iterable[Global___LedgerEntry] | None = ...,
         device: _builtins.str = ...,
+        arenas: _abc.Iterable[Global___ArenaTotals] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "device", b"device", "entries", b"entries", "peak_bytes", b"peak_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "capacity_bytes", b"capacity_bytes", "device", b"device", "entries", b"entries", "peak_bytes", b"peak_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
+
+@_typing.final
+class ArenaTotals(_message.Message):
+    """One source of memory with a budget of its own. Its entries add up to `used_bytes`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """"cpu", or a GPU UUID"""
+    capacity_bytes: _builtins.int
+    used_bytes: _builtins.int
+    peak_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        capacity_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "device", b"device", "peak_bytes", b"peak_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArenaTotals: _TypeAlias = ArenaTotals  # noqa: Y015
 
 @_typing.final
 class LedgerEntry(_message.Message):
@@ -327,6 +363,7 @@ class LedgerEntry(_message.Message):
     RESIDENCY_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """tensor class, such as "policy.prefix_kv" """
     run_id: _builtins.str
@@ -340,6 +377,8 @@ class LedgerEntry(_message.Message):
     until: _builtins.str
     """in words: what ends it"""
     generation: _builtins.int
+    device: _builtins.str
+    """arena that it is counted in"""
     @_builtins.property
     def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """consumers that have not released yet"""
@@ -362,10 +401,11 @@ class LedgerEntry(_message.Message):
         residency: _builtins.str = ...,
         until: _builtins.str = ...,
         generation: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "_group", b"_group", "_lease_id", b"_lease_id", "epoch", b"epoch", "group", b"group", "lease_id", b"lease_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "_group", b"_group", "_lease_id", b"_lease_id", "bytes", b"bytes", "epoch", b"epoch", "generation", b"generation", "group", b"group", "holders", b"holders", "lease_id", b"lease_id", "name", b"name", "producer", b"producer", "residency", b"residency", "run_id", b"run_id", "state", b"state", "until", b"until", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "_group", b"_group", "_lease_id", b"_lease_id", "bytes", b"bytes", "device", b"device", "epoch", b"epoch", "generation", b"generation", "group", b"group", "holders", b"holders", "lease_id", b"lease_id", "name", b"name", "producer", b"producer", "residency", b"residency", "run_id", b"run_id", "state", b"state", "until", b"until", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
     _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
@@ -473,16 +513,12 @@ class BrokerReply(_message.Message):
     def joined(self) -> Global___Joined: ...
     @_builtins.property
     def allocated(self) -> Global___Allocated:
-        """one file descriptor beside it"""
+        """Beside these three: one file descriptor a handle, in order, but none for `ipc` handles."""
 
     @_builtins.property
-    def acquired(self) -> Global___Acquired:
-        """one file descriptor per lease beside it"""
-
+    def acquired(self) -> Global___Acquired: ...
     @_builtins.property
-    def storage_opened(self) -> Global___StorageOpened:
-        """one file descriptor beside it"""
-
+    def storage_opened(self) -> Global___StorageOpened: ...
     @_builtins.property
     def storage_held(self) -> Global___StorageHeld: ...
     @_builtins.property
@@ -535,8 +571,11 @@ class Join(_message.Message):
     PARTICIPANT_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     incarnation: _builtins.str
+    device: _builtins.str
+    """GPU UUID that it computes on; empty: the node's first"""
     @_builtins.property
     def participant(self) -> _common_pb2.Participant: ...
     def __init__(
@@ -545,10 +584,11 @@ class Join(_message.Message):
         participant: _common_pb2.Participant | None = ...,
         pid: _builtins.int = ...,
         incarnation: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["participant", b"participant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "participant", b"participant", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "incarnation", b"incarnation", "participant", b"participant", "pid", b"pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,6 +596,8 @@ Global___Join: _TypeAlias = Join  # noqa: Y015
 
 @_typing.final
 class Joined(_message.Message):
+    """`device`: where this participant's `device` placement lies."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BROKER_INCARNATION_FIELD_NUMBER: _builtins.int
@@ -578,7 +620,9 @@ Global___Joined: _TypeAlias = Joined  # noqa: Y015
 
 @_typing.final
 class TensorHandle(_message.Message):
-    """Where an allocation lies. CPU: memfd in the descriptor beside the reply."""
+    """Where an allocation lies. CPU: memfd in the descriptor beside the reply. GPU: shareable memory in
+    the descriptor, or a legacy CUDA IPC handle.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -588,6 +632,8 @@ class TensorHandle(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    WRITABLE_FIELD_NUMBER: _builtins.int
+    IPC_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu", or a GPU UUID"""
     size_bytes: _builtins.int
@@ -596,8 +642,14 @@ class TensorHandle(_message.Message):
     """0: storage"""
     name: _builtins.str
     """tensor class or storage name"""
+    writable: _builtins.bool
+    """by whoever gets it; the GPU does not enforce it"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSpec]: ...
+    @_builtins.property
+    def ipc(self) -> Global___IpcHandle:
+        """set: no descriptor"""
+
     def __init__(
         self,
         *,
@@ -607,14 +659,42 @@ class TensorHandle(_message.Message):
         generation: _builtins.int = ...,
         epoch: _builtins.int = ...,
         name: _builtins.str = ...,
+        writable: _builtins.bool = ...,
+        ipc: Global___IpcHandle | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ipc", b"_ipc", "ipc", b"ipc"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ipc", b"_ipc", "device", b"device", "epoch", b"epoch", "generation", b"generation", "ipc", b"ipc", "name", b"name", "size_bytes", b"size_bytes", "tensors", b"tensors", "writable", b"writable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ipc: _TypeAlias = _typing.Literal["ipc"]  # noqa: Y015
+    _WhichOneofArgType__ipc: _TypeAlias = _typing.Literal["_ipc", b"_ipc"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ipc) -> _WhichOneofReturnType__ipc | None: ...
+
+Global___TensorHandle: _TypeAlias = TensorHandle  # noqa: Y015
+
+@_typing.final
+class IpcHandle(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """64 bytes of cuIpcGetMemHandle"""
+    offset_bytes: _builtins.int
+    """of the allocation, from the start of what the handle opens"""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        offset_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "epoch", b"epoch", "generation", b"generation", "name", b"name", "size_bytes", b"size_bytes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "offset_bytes", b"offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TensorHandle: _TypeAlias = TensorHandle  # noqa: Y015
+Global___IpcHandle: _TypeAlias = IpcHandle  # noqa: Y015
 
 @_typing.final
 class Allocate(_message.Message):
@@ -630,6 +710,7 @@ class Allocate(_message.Message):
     NEXT_USE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     group: _builtins.int
@@ -642,6 +723,8 @@ class Allocate(_message.Message):
     wait: _builtins.bool
     """false: refuse at once instead of waiting for room"""
     timeout_ms: _builtins.int
+    placement: _builtins.str
+    """"host" or "device"; empty: device. On a CPU node they are the same"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSpec]: ...
     @_builtins.property
@@ -661,10 +744,11 @@ class Allocate(_message.Message):
         next_use: _builtins.str = ...,
         wait: _builtins.bool = ...,
         timeout_ms: _builtins.int = ...,
+        placement: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "group", b"group"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "consumers", b"consumers", "epoch", b"epoch", "group", b"group", "name", b"name", "next_use", b"next_use", "residency", b"residency", "run_id", b"run_id", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "consumers", b"consumers", "epoch", b"epoch", "group", b"group", "name", b"name", "next_use", b"next_use", "placement", b"placement", "residency", b"residency", "run_id", b"run_id", "tensors", b"tensors", "timeout_ms", b"timeout_ms", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
@@ -853,7 +937,10 @@ class StorageSpec(_message.Message):
     RESIDENCY_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
     WRITERS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     residency: _builtins.str
+    placement: _builtins.str
+    """as in Allocate"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSpec]: ...
     @_builtins.property
@@ -867,10 +954,11 @@ class StorageSpec(_message.Message):
         residency: _builtins.str = ...,
         readers: _abc.Iterable[_builtins.str] | None = ...,
         writers: _abc.Iterable[_builtins.str] | None = ...,
+        placement: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["readers", b"readers", "residency", b"residency", "tensors", b"tensors", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "readers", b"readers", "residency", b"residency", "tensors", b"tensors", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1026,19 +1114,23 @@ class Reserve(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     bytes: _builtins.int
+    placement: _builtins.str
+    """as in Allocate"""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         name: _builtins.str = ...,
         bytes: _builtins.int = ...,
+        placement: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "placement", b"placement", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

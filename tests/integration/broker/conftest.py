@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[3]
 START_S = 30.0
+SETTLE_S = 20.0
 ARENA_BYTES = 1 << 26
 LEARNER = Participant(service=Service.LEARNER)
 ENCODER = Participant(service=Service.PREFIX_ENCODER)
@@ -80,11 +81,11 @@ class Broker:
         return await self.stub.GetLedger(pb.GetLedgerRequest())
 
     async def settle(self, used_bytes: int) -> pb.Ledger:
-        """Wait until one-way messages have had their effect."""
-        async with asyncio.timeout(10):
+        """Wait until one-way messages have had their effect; all arenas count."""
+        async with asyncio.timeout(SETTLE_S):
             while True:
                 ledger = await self.ledger()
-                if ledger.used_bytes == used_bytes:
+                if sum(arena.used_bytes for arena in ledger.arenas) == used_bytes:
                     return ledger
                 await asyncio.sleep(0.01)
 
@@ -99,13 +100,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_broker(folder: Path) -> Started:
+def start_broker(folder: Path, **settings: Any) -> Started:
+    """Start a broker's process; `settings` are further keys of the deployment."""
     values: dict[str, Any] = {
         "state_dir": str(folder),
         "http_port_base": 0,
         "arena_gib": ARENA_BYTES / 2**30,
         "services": {"broker": {"grpc_port": free_port()}},
         "redis": {"url": f"unix://{folder}/no-redis.sock"},
+        **settings,
     }
     config = folder / "deployment.json"
     config.write_text(json.dumps(values))

@@ -16,9 +16,10 @@ from common.ids import (
 )
 from common.step.plan import StepMode, StepPlan
 from common.step.schedule import Schedule
-from common.tensors.spec import DType, Residency, TensorSpec, layout
+from common.tensors.spec import DType, Placement, Residency, TensorSpec, layout
 from services.broker import events, instructions
 from services.broker.events import HoldId, Origin, RequestId, SessionId, StorageId
+from services.broker.rooms import ArenaSize
 from services.broker.state import BrokerState
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from common.tensors.storage import HoldKind, StorageSpec
 
 PAGE = 4096
+GPU = "GPU-00000000-1111-2222-3333-444444444444"
+GPU_PAGE = 1 << 21
 RUN = RunId("run")
 LEARNER = Participant(service=Service.LEARNER)
 ENCODER = Participant(service=Service.PREFIX_ENCODER)
@@ -54,8 +57,16 @@ def pages(count: int) -> tuple[TensorSpec, ...]:
 class Driver:
     """A state with a clock and sessions. Every call returns the RequestId or what was said."""
 
-    def __init__(self, *, capacity_pages: int = 8, joined: tuple[Participant, ...] = ()) -> None:
-        self.state = BrokerState(capacity_bytes=capacity_pages * PAGE, page_bytes=PAGE)
+    def __init__(
+        self,
+        *,
+        capacity_pages: int = 8,
+        gpu_pages: int = 0,
+        joined: tuple[Participant, ...] = (),
+    ) -> None:
+        host = ArenaSize(device="cpu", capacity_bytes=capacity_pages * PAGE, page_bytes=PAGE)
+        gpu = ArenaSize(device=GPU, capacity_bytes=gpu_pages * GPU_PAGE, page_bytes=GPU_PAGE)
+        self.state = BrokerState([host, gpu] if gpu_pages else [host])
         self.now_ns = 1_000_000_000
         self.said: list[instructions.Instruction] = []
         self.answers: dict[int, instructions.Reply] = {}
@@ -119,7 +130,7 @@ class Driver:
         self.now_ns += int(seconds * 1e9)
         self.do(events.DeadlinePassed)
 
-    def join(self, who: Participant) -> None:
+    def join(self, who: Participant, device: str = "") -> None:
         self._sessions[who] = SessionId(self._next_session)
         self._next_session += 1
         self.do(
@@ -128,6 +139,7 @@ class Driver:
             participant=who,
             pid=1,
             incarnation="life",
+            device=device,
         )
 
     def kill(self, who: Participant) -> None:
@@ -148,6 +160,7 @@ class Driver:
         wait: bool = True,
         timeout_s: float = FAR_S,
         name: str = "kv",
+        placement: Placement = Placement.DEVICE,
     ) -> int:
         return self.ask(
             who,
@@ -157,6 +170,7 @@ class Driver:
             group=GroupId(7),
             name=name,
             layout=layout(pages(size_pages)),
+            placement=placement,
             consumers=consumers,
             residency=Residency.PHASE,
             next_use="decode",

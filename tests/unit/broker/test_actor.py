@@ -18,7 +18,7 @@ from common.tensors.spec import DType, TensorSpec
 from common.tensors.storage import StorageSpec
 from protos.rollplex.v1 import broker_pb2 as pb
 from services.broker.actor import BrokerActor
-from services.broker.arena import MemfdAllocation, MemfdArena
+from services.broker.arena import BudgetedArena, Export, MemfdAllocation, MemfdArena
 from tests.unit.broker.driver import LEARNER, ROLLOUT, RUN, pages, plan
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ class PoorArena(MemfdArena):
     poor = False
     mute = False
 
-    def allocate(self, size_bytes: int, name: str) -> MemfdAllocation:
+    def allocate(self, size_bytes: int, name: str, *, zeroed: bool) -> MemfdAllocation:
         if self.poor:
             raise OSError("Cannot allocate memory")
-        allocation = super().allocate(size_bytes, name)
+        allocation = super().allocate(size_bytes, name, zeroed=zeroed)
         if self.mute:
             allocation.export = no_descriptor
         return allocation
 
 
-def no_descriptor(*, writable: bool) -> int:
+def no_descriptor(*, writable: bool) -> Export:
     raise OSError("Too many open files")
 
 
@@ -58,8 +58,7 @@ class Node:
         self.death = asyncio.Event()
         self.path = folder / "broker.sock"
         self.actor = BrokerActor(
-            arena=self.arena,
-            capacity_bytes=CAPACITY_BYTES,
+            arenas=[BudgetedArena(arena=self.arena, capacity_bytes=CAPACITY_BYTES)],
             socket_path=self.path,
             publish=self._publish,
         )
@@ -105,7 +104,7 @@ async def learner(node: Node) -> AsyncIterator[BrokerClient]:
 
 async def test_no_memory_is_an_error_with_the_ledger(node: Node, learner: BrokerClient) -> None:
     node.arena.poor = True
-    with pytest.raises(ArenaFull, match="the system gave no memory: 4096 bytes for kv") as caught:
+    with pytest.raises(ArenaFull, match="no memory: 4096 bytes for kv on cpu") as caught:
         await node.allocate(learner)
     assert "arena: 1048576 bytes" in caught.value.ledger
     spec = StorageSpec(tensors=pages(1), readers=(ROLLOUT,), writers=(LEARNER,))
@@ -172,6 +171,7 @@ async def test_bad_values_are_refused_by_name(node: Node, learner: BrokerClient)
     for values, text in (
         ({"consumers": ["nobody"]}, "'nobody' names no participant"),
         ({"residency": "heap"}, "residency 'heap'; legal are pinned, phase, spillable"),
+        ({"placement": "moon"}, "placement 'moon'; legal are host, device"),
     ):
         request = pb.Allocate(run_id=RUN, epoch=1, name="kv", residency="phase")
         tensor = request.tensors.add()

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import RollplexError
 from common.ids import Epoch, LeaseId, Participant
+from common.tensors.spec import Placement
 from common.tensors.storage import HoldKind, StorageSpec
 from services.broker import events
 from services.broker.instructions import (
@@ -30,6 +31,8 @@ EVERYBODY = (LEARNER, ENCODER, ROLLOUT, REFERENCE)
 who = st.sampled_from(EVERYBODY)
 timeouts = st.sampled_from([0.0, 1.0, 50.0])
 CAPACITY_PAGES = 6
+GPU_PAGES = 3
+placements = st.sampled_from(Placement)
 
 
 class Histories(RuleBasedStateMachine):
@@ -37,7 +40,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drive = Driver(capacity_pages=CAPACITY_PAGES)
+        self.drive = Driver(capacity_pages=CAPACITY_PAGES, gpu_pages=GPU_PAGES)
         self.epoch = 1
         self.drive.begin(1)
         self.requests: dict[int, tuple[Participant, object]] = {}
@@ -77,15 +80,17 @@ class Histories(RuleBasedStateMachine):
         producer=who,
         consumers=st.lists(who, min_size=1, max_size=3, unique=True),
         size=st.sampled_from([1, 1, 1, 2, 3, CAPACITY_PAGES + 1]),
+        placement=placements,
         wait=st.booleans(),
         timeout_s=timeouts,
     )
-    def allocate(self, producer, consumers, size, wait, timeout_s) -> None:
+    def allocate(self, producer, consumers, size, placement, wait, timeout_s) -> None:
         request = self.drive.allocate(
             producer,
             *consumers,
             epoch=self.epoch,
             size_pages=size,
+            placement=placement,
             wait=wait,
             timeout_s=timeout_s,
         )
@@ -185,10 +190,15 @@ class Histories(RuleBasedStateMachine):
             self.drive.let_go(participant, hold, untouched=untouched)
         self._collect()
 
-    @rule(participant=who, size=st.integers(0, 1))
-    def reserve(self, participant, size) -> None:
+    @rule(participant=who, size=st.integers(0, 1), placement=placements)
+    def reserve(self, participant, size, placement) -> None:
         request = self.drive.ask(
-            participant, events.ReserveMemory, run_id=RUN, name="mine", size_bytes=size * 4096
+            participant,
+            events.ReserveMemory,
+            run_id=RUN,
+            name="mine",
+            placement=placement,
+            size_bytes=size * 4096,
         )
         self._note(request, participant)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.tensors.errors import ArenaFull, BrokerTimeout, UnknownRun
+from common.tensors.spec import Placement
 from services.broker import events
 from tests.unit.broker.driver import ENCODER, LEARNER, PAGE, REFERENCE, ROLLOUT, RUN, Driver
 
@@ -17,7 +18,14 @@ def drive() -> Driver:
 
 
 def reserve(drive: Driver, who, size_pages: int, name: str = "activations") -> int:
-    return drive.ask(who, events.ReserveMemory, run_id=RUN, name=name, size_bytes=size_pages * PAGE)
+    return drive.ask(
+        who,
+        events.ReserveMemory,
+        run_id=RUN,
+        name=name,
+        placement=Placement.DEVICE,
+        size_bytes=size_pages * PAGE,
+    )
 
 
 def test_waits_for_room(drive: Driver) -> None:
@@ -26,7 +34,7 @@ def test_waits_for_room(drive: Driver) -> None:
     assert drive.waits(request)
     drive.abandon(ENCODER, first)
     assert drive.answer(request) is not None
-    assert drive.state.ledger().peak_bytes == 3 * PAGE
+    assert drive.state.ledger().arena("cpu").peak_bytes == 3 * PAGE
 
 
 def test_one_participants_requests_stay_in_order(drive: Driver) -> None:

@@ -56,7 +56,8 @@ def run(tmp_path):
         _step(0, 3, wall=2.0, prefix_overlap_fraction=0.5, update_order_margin_s=0.2),
         _step(1, 4, wall=9.0),
         _step(1, 5, wall=4.0, prefix_overlap_fraction=1.0, update_order_margin_s=0.1),
-        _step(2, 6, mode="eval", reward=0.9),
+        _step(2, 6, wall=0.0, adopted=1.0),
+        _step(3, 7, mode="eval", reward=0.9),
     ]
     lines = [json.dumps(step) for step in steps]
     (tmp_path / "steps.jsonl").write_text("\n".join(lines) + '\n{"step": 2, "ep')
@@ -74,8 +75,8 @@ def run(tmp_path):
         reason="",
         recipe_json='{"training": {"schedule": "fused"}}',
         run_dir=str(tmp_path),
-        steps_done=2,
-        steps_total=2,
+        steps_done=3,
+        steps_total=3,
         epoch=6,
         restarts=1,
         created=began,
@@ -90,7 +91,8 @@ def test_the_later_record_of_a_step_counts_and_half_a_line_does_not(run, tmp_pat
         (0, "eval", 2),
         (0, "train", 3),
         (1, "train", 5),
-        (2, "eval", 6),
+        (2, "train", 6),
+        (3, "eval", 7),
     ]
 
 

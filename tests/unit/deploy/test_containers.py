@@ -89,6 +89,15 @@ def test_torch_is_the_one_of_the_makefile(path: Path) -> None:
 
 
 @each
+def test_installed_extras_are_declared(path: Path) -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build, _ = stages(path)
+    (extras,) = re.findall(r"pip install '\.\[([a-z,]+)\]'", "\n".join(values(build, "RUN")))
+    assert set(extras.split(",")) <= set(settings["project"]["optional-dependencies"])
+    assert ("cuda" in extras) is (path.suffix == ".cuda")
+
+
+@each
 def test_image_runs_as_an_ordinary_user_and_is_asked_for_its_health(path: Path) -> None:
     _, final = stages(path)
     assert values(final, "USER") == [USER]

@@ -184,12 +184,10 @@ def test_containers_are_confined_and_bounded(folder: Path) -> None:
 def test_workers_have_the_cores_of_their_threads_and_room_for_the_arena(folder: Path) -> None:
     resources = build(folder)
     config = deployment(resources)
-    # Tensors are in the memory of whoever writes them first, on a CPU; on a GPU they are on it.
-    arena_bytes = config.arena_bytes if config.device == "cpu" else 0
     for service in WORKERS:
         limits = services(resources)[service][0]["resources"]["limits"]
         assert quantity(limits["cpu"]) == config.threads_per_worker
-        assert quantity(limits["memory"]) >= arena_bytes + 2**30
+        assert quantity(limits["memory"]) >= config.arena_bytes + 2**30
 
 
 @variants

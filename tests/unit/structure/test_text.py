@@ -7,7 +7,7 @@ import re
 from tests.unit.structure.source import files, name_of
 
 # Put together here, so that this file does not contain them.
-FOREIGN = ("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/(?!rollplex)", r"\.lib" + "rary/")
+FOREIGN = ("/wo" + "rk/", "/r" + "oot/", "/ho" + "me/(?!rollplex)", r"\.lib" + "rary/")
 REGISTRIES = (
     "py" + r"pi\.org",
     "python" + "hosted",

@@ -20,6 +20,8 @@ SIZE_BYTES = 1 << 16
 class Source:
     """What a lease is to `tensor_view`."""
 
+    device = "cpu"
+
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
 

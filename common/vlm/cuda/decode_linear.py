@@ -1,0 +1,141 @@
+"""Products of few rows with large weights: what matters is to stream the weights once.
+
+Shapes: R = rows (sequences that decode one token), n = output width, k = input width,
+s = parts into which k is cut.
+"""
+
+# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How a product is cut.
+
+    Attributes:
+        columns: outputs of one program.
+        inner: inputs of one step.
+        splits: parts of the inputs that different programs add up; the caller sums them.
+        stages: steps whose loads are in flight.
+        warps: of one program.
+    """
+
+    columns: int
+    inner: int
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles) -> None:
+    """Parts of x @ weight^T.
+
+    Args:
+        x: [R, k] contiguous.
+        weight: [n, k] contiguous.
+        out: [s, R, n]; written, in its dtype. Its sum over s is the product.
+        tiles: with `splits` equal to s.
+    """
+    _launch(x, weight, out, tiles, gated=False)
+
+
+def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles) -> None:
+    """silu(x @ gate^T) * (x @ up^T).
+
+    Args:
+        x: [R, k] contiguous.
+        weight: [2 n, k] contiguous, the gate's rows first.
+        out: [1, R, n]; written.
+        tiles: with one split.
+    """
+    assert tiles.splits == 1
+    _launch(x, weight, out, tiles, gated=True)
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool) -> None:
+    rows, inner = x.shape
+    columns = out.shape[-1]
+    block_rows = min(128, max(16, triton.next_power_of_2(rows)))
+    steps = triton.cdiv(triton.cdiv(inner, tiles.inner), tiles.splits)
+    grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(rows, block_rows))
+    _product[grid](
+        x,
+        weight,
+        out,
+        rows,
+        columns,
+        inner,
+        steps,
+        GATED=gated,
+        EVEN_INNER=inner % tiles.inner == 0,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=tiles.columns,
+        BLOCK_INNER=tiles.inner,
+        num_stages=tiles.stages,
+        num_warps=tiles.warps,
+    )
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    out,
+    rows,
+    columns,
+    inner,
+    steps,
+    GATED: tl.constexpr,
+    EVEN_INNER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+):
+    part = tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    offset = tl.arange(0, BLOCK_INNER)
+    # rows and columns past the end repeat the last ones and are not stored
+    x_at = x + tl.minimum(row, rows - 1)[:, None] * inner + offset[None, :]
+    w_row = tl.minimum(column, columns - 1).to(tl.int64)
+    w_at = weight + w_row[:, None] * inner + offset[None, :]
+    up_at = w_at + (tl.zeros((), dtype=tl.int64) + columns) * inner
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    above = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    first = part * steps
+    last = tl.minimum(first + steps, tl.cdiv(inner, BLOCK_INNER))
+    for step in range(first, last):
+        at = step * BLOCK_INNER
+        if EVEN_INNER:
+            a = tl.load(x_at + at)
+            w = tl.load(w_at + at)
+            total = tl.dot(a, tl.trans(w), total)
+            if GATED:
+                w_up = tl.load(up_at + at)
+                above = tl.dot(a, tl.trans(w_up), above)
+        else:
+            there = (at + offset < inner)[None, :]
+            a = tl.load(x_at + at, mask=there, other=0.0)
+            w = tl.load(w_at + at, mask=there, other=0.0)
+            total = tl.dot(a, tl.trans(w), total)
+            if GATED:
+                w_up = tl.load(up_at + at, mask=there, other=0.0)
+                above = tl.dot(a, tl.trans(w_up), above)
+    if GATED:
+        # rounded where separate products would round
+        dtype = out.dtype.element_ty
+        gate = total.to(dtype).to(tl.float32)
+        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+        total = silu * above.to(dtype).to(tl.float32)
+    to = out + (part * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
