@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
+
+from common.vlm.cuda.activations import gated_silu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,29 +39,48 @@ class Tiles:
     warps: int = 4
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles) -> None:
+def linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) -> None:
     """Parts of x @ weight^T.
 
     Args:
         x: [R, k] contiguous.
         weight: [n, k] contiguous.
         out: [s, R, n]; written, in its dtype. Its sum over s is the product.
-        tiles: with `splits` equal to s.
+        tiles: with `splits` equal to s; None for the vendor's library, then s is 1.
     """
+    if tiles is None:
+        _library_product(x, weight, out[0])
+        return
     _launch(x, weight, out, tiles, gated=False)
 
 
-def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles) -> None:
+def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) -> None:
     """silu(x @ gate^T) * (x @ up^T).
 
     Args:
         x: [R, k] contiguous.
         weight: [2 n, k] contiguous, the gate's rows first.
         out: [1, R, n]; written.
-        tiles: with one split.
+        tiles: with one split; None for the vendor's library.
     """
+    if tiles is None:
+        joint = x @ weight.t()
+        gated_silu(*joint.chunk(2, dim=1), out[0])
+        return
     assert tiles.splits == 1
     _launch(x, weight, out, tiles, gated=True)
+
+
+def splits(tiles: Tiles | None) -> int:
+    """s of a product."""
+    return 1 if tiles is None else tiles.splits
+
+
+def _library_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    if out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
 def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool) -> None:

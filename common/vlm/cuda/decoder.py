@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.vlm.cuda.decode_attention import Blocks, Scratch, attend, plan_items
-from common.vlm.cuda.decode_linear import Tiles, gated_linear, linear
+from common.vlm.cuda.decode_linear import Tiles, gated_linear, linear, splits
 from common.vlm.cuda.decode_rows import embed, split_heads, sum_norm
 from common.vlm.cuda.decode_sampling import Choice, ChunkFacts, Lanes, choose
 from common.vlm.cuda.gradients import adjacent
@@ -39,17 +39,17 @@ class Cuts:
     """How the step's kernels are cut; a matter of speed only.
 
     Attributes:
-        qkv, out, gate_up, down, head: tiles of the products.
+        qkv, out, gate_up, down, head: tiles of the products; None for the vendor's library.
         attention: blocks of the attention kernels.
         items: pieces that all prefixes together are cut into.
     """
 
-    qkv: Tiles = Tiles(columns=64, inner=128, splits=4)
-    out: Tiles = Tiles(columns=64, inner=128, splits=4)
-    gate_up: Tiles = Tiles(columns=32, inner=128)
-    down: Tiles = Tiles(columns=64, inner=128, splits=8)
-    head: Tiles = Tiles(columns=128, inner=128)
-    attention: Blocks = Blocks()
+    qkv: Tiles | None = field(default_factory=lambda: Tiles(columns=64, inner=128, splits=4))
+    out: Tiles | None = field(default_factory=lambda: Tiles(columns=64, inner=128, splits=4))
+    gate_up: Tiles | None = field(default_factory=lambda: Tiles(columns=32, inner=128))
+    down: Tiles | None = field(default_factory=lambda: Tiles(columns=64, inner=128, splits=8))
+    head: Tiles | None = field(default_factory=lambda: Tiles(columns=128, inner=128))
+    attention: Blocks = field(default_factory=Blocks)
     items: int = 128
 
 
@@ -333,12 +333,12 @@ class CudaDecoder:
             row_lane=torch.full((rows,), UNUSED, dtype=torch.int32, device=device),
             hidden=make(rows, width),
             normed=make(rows, width),
-            qkv=make(cuts.qkv.splits, rows, first.qkv.shape[0], kind=precise),
+            qkv=make(splits(cuts.qkv), rows, first.qkv.shape[0], kind=precise),
             query=make(rows, heads, head_dim(self.model.config)),
             attended=make(rows, heads, head_dim(self.model.config)),
-            out=make(cuts.out.splits, rows, width, kind=precise),
+            out=make(splits(cuts.out), rows, width, kind=precise),
             product=make(1, rows, first.down.shape[1]),
-            down=make(cuts.down.splits, rows, width, kind=precise),
+            down=make(splits(cuts.down), rows, width, kind=precise),
             logits=make(1, rows, vocabulary),
             facts=ChunkFacts.make(rows=rows, vocabulary=vocabulary, device=device),
         )

@@ -1,0 +1,285 @@
+"""Sweeps over the cuts of the decode step's kernels.
+
+Every layer's weights are used in turn inside one graph, so that no weight comes from a cache and
+no launch is seen.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.timing import measure
+from common.vlm.loading import head_dim, text_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bench.shapes import RandomModel
+    from bench.timing import Report
+
+
+class Sweep:
+    """Finds the fastest cuts for one batch."""
+
+    def __init__(
+        self, made: RandomModel, report: Report, device: torch.device, groups: int, samples: int
+    ) -> None:
+        from common.vlm.cuda.decoder import LayerWeights
+
+        self.made, self.report, self.device = made, report, device
+        self.groups, self.samples, self.rows = groups, samples, groups * samples
+        language = made.model.model.language_model
+        self.layers = [LayerWeights.of(layer) for layer in language.layers]
+        self.head = made.model.lm_head.weight.detach()
+        self.found: dict[str, Any] = {}
+
+    def best(self) -> Any:
+        """The fastest cuts of all products and of attention."""
+        from common.vlm.cuda.decoder import Cuts
+
+        return Cuts(**self.found)
+
+    def products(self, name: str) -> None:
+        """Each projection by library and by tiles."""
+        for role in ("qkv", "out", "gate_up", "down", "head"):
+            self.report.case(f"product {role} {name}", lambda r=role: self._product(r))
+
+    def attention(self, name: str, pool_of: Callable[..., Any], batch: Any) -> None:
+        """Both attention kernels together."""
+        self.report.case(f"attention {name}", lambda: self._attention(pool_of, batch))
+
+    def row_kernels(self) -> dict[str, Any]:
+        """Microseconds of what is neither product nor attention."""
+        from common.vlm.cuda.decode_rows import sum_norm
+        from common.vlm.cuda.decode_sampling import Choice, ChunkFacts, Lanes, choose
+
+        width, rows = self.head.shape[1], self.rows
+        hidden, normed = (self._random(rows, width) for _ in range(2))
+        parts = torch.randn(8, rows, width, device=self.device)
+        norm = self.layers[0].first_norm
+        lanes = Lanes.make(lanes=rows, new_tokens=8, device=self.device)
+        ints = torch.arange(rows, dtype=torch.int32, device=self.device)
+        choice = Choice(
+            temperature=1.0,
+            forced=False,
+            stops=ints[:2],
+            suppressed=ints[:2],
+            limits=torch.full_like(ints, 1 << 30),
+        )
+        logits = self._random(rows, self.head.shape[0])
+        chunks = ChunkFacts.make(rows=rows, vocabulary=logits.shape[1], device=self.device)
+
+        def sampled() -> None:
+            lanes.tokens.zero_()
+            choose(logits, ints, lanes, choice, chunks)
+
+        return {
+            "sum_norm_8": self._micros([lambda: sum_norm(hidden, parts, norm, 1e-6, normed)] * 20),
+            "sum_norm_2": self._micros(
+                [lambda: sum_norm(hidden, parts[:2], norm, 1e-6, normed)] * 20
+            ),
+            "sample": self._micros([sampled] * 20),
+        }
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.made.weights.dtype)
+
+    def _micros(self, calls: list[Callable[[], Any]]) -> float:
+        """Microseconds of one call of several in a graph."""
+
+        def all_calls() -> None:
+            for call in calls:
+                call()
+
+        with torch.no_grad():
+            if self.device.type != "cuda":
+                return _once(calls[0])
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                all_calls()
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=side):
+                    all_calls()
+            torch.cuda.synchronize()
+            milliseconds = measure(
+                lambda _: graph.replay(), device=self.device, repeats=7
+            ).median_ms
+        return milliseconds * 1e3 / len(calls)
+
+    def _product(self, role: str) -> dict[str, Any]:
+        from common.vlm.cuda.decode_linear import gated_linear, linear, splits
+
+        gated = role == "gate_up"
+        run = gated_linear if gated else linear
+        weights = (
+            [self.head] * 2 if role == "head" else [getattr(each, role) for each in self.layers]
+        )
+        columns, inner = weights[0].shape
+        columns //= 2 if gated else 1
+        x = self._random(self.rows, inner)
+        kind = self.made.weights.dtype if role in ("head", "gate_up") else torch.float32
+        micros: dict[str, Any] = {}
+        best: tuple[float, Any] | None = None
+        for tiles in self._candidates(role):
+            out = torch.empty(splits(tiles), self.rows, columns, dtype=kind, device=self.device)
+            label = "library" if tiles is None else _label(tiles)
+            try:
+                spent = self._micros(
+                    [lambda w=weight, o=out, t=tiles: run(x, w, o, t) for weight in weights]
+                )
+            except Exception as error:  # noqa: BLE001 - a cut that does not fit is no candidate
+                micros[label] = f"failed: {str(error)[:60]}"
+                continue
+            micros[label] = round(spent, 2)
+            if best is None or spent < best[0]:
+                best = (spent, tiles)
+        assert best is not None
+        self.found[role] = best[1]
+        tbs = weights[0].nbytes / best[0] / 1e6
+        return {"best": str(best[1] and _label(best[1])), "us": best[0], "tbs": tbs, **micros}
+
+    def _candidates(self, role: str) -> list[Any]:
+        from common.vlm.cuda.decode_linear import Tiles
+
+        def tiles(columns: int, inner: int, splits: int, stages: int, warps: int) -> Tiles:
+            return Tiles(columns=columns, inner=inner, splits=splits, stages=stages, warps=warps)
+
+        if self.device.type != "cuda":
+            return [None, tiles(64, 128, 1, 4, 4)]
+        table: dict[str, list[tuple[int, int, int, int, int]]] = {
+            "qkv": [
+                (32, 128, 2, 4, 4),
+                (64, 128, 4, 4, 4),
+                (64, 128, 8, 3, 4),
+                (128, 128, 8, 3, 4),
+                (32, 256, 4, 3, 4),
+                (64, 64, 4, 6, 4),
+            ],
+            "out": [
+                (32, 128, 2, 4, 4),
+                (64, 128, 4, 4, 4),
+                (64, 128, 8, 3, 4),
+                (128, 128, 8, 3, 4),
+                (32, 256, 4, 3, 4),
+                (64, 64, 4, 6, 4),
+            ],
+            "gate_up": [
+                (32, 128, 1, 4, 4),
+                (32, 128, 1, 3, 4),
+                (64, 64, 1, 4, 4),
+                (64, 128, 1, 3, 4),
+                (64, 128, 1, 4, 8),
+                (32, 64, 1, 6, 4),
+                (16, 128, 1, 4, 4),
+            ],
+            "down": [
+                (64, 128, 4, 4, 4),
+                (64, 128, 8, 4, 4),
+                (128, 128, 8, 3, 4),
+                (128, 64, 8, 4, 4),
+                (64, 64, 8, 6, 4),
+                (128, 128, 16, 3, 4),
+            ],
+            "head": [
+                (128, 128, 1, 3, 4),
+                (128, 128, 1, 4, 8),
+                (64, 128, 1, 4, 4),
+                (128, 64, 1, 5, 4),
+                (256, 64, 1, 4, 8),
+            ],
+        }
+        return [None, *(tiles(*sizes) for sizes in table[role])]
+
+    def _attention(self, pool_of: Callable[..., Any], batch: Any) -> dict[str, Any]:
+        from common.vlm.cuda.decode_attention import Blocks, Scratch, attend, plan_items
+
+        pool = pool_of(self.made, batch, self.device)
+        text, width = text_config(self.made.model.config), head_dim(self.made.model.config)
+        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+        query = self._random(self.rows, heads, width)
+        out = torch.empty_like(query)
+        lane = torch.arange(self.rows, dtype=torch.int32, device=self.device)
+        tokens = torch.full_like(lane, batch.private_tokens)
+        micros: dict[str, Any] = {}
+        best: tuple[float, Any, int] | None = None
+        for items, blocks in self._attention_candidates(Blocks):
+            flat, ranges = plan_items(
+                [(slot, batch.prefix_tokens) for slot in range(self.groups)],
+                slots=self.groups,
+                items=items,
+                block=blocks.prefix_keys,
+            )
+            scratch = Scratch.make(
+                items=items,
+                kv_heads=kv_heads,
+                rows=self.samples * heads // kv_heads,
+                width=width,
+                device=self.device,
+            )
+
+            indices = [
+                torch.tensor(values, dtype=torch.int32, device=self.device)
+                for values in (flat, ranges)
+            ]
+            call = partial(
+                attend,
+                query,
+                row_lane=lane,
+                lane_row=lane,
+                lane_tokens=tokens,
+                items=indices[0],
+                ranges=indices[1],
+                scratch=scratch,
+                blocks=blocks,
+            )
+            calls = [
+                partial(call, pool.shared[n], pool.private[n], out) for n in range(len(self.layers))
+            ]
+            label = f"i{items} k{blocks.prefix_keys}/{blocks.own_keys} s{blocks.stages}"
+            label += f"/{blocks.own_stages} w{blocks.warps}/{blocks.own_warps}"
+            try:
+                spent = self._micros(calls)
+            except Exception as error:  # noqa: BLE001 - a cut that does not fit is no candidate
+                micros[label] = f"failed: {str(error)[:60]}"
+                continue
+            micros[label] = round(spent, 2)
+            if best is None or spent < best[0]:
+                best = (spent, blocks, items)
+        assert best is not None
+        self.found |= {"attention": best[1], "items": best[2]}
+        token_bytes = 2 * kv_heads * width * query.element_size()
+        kept = self.groups * batch.prefix_tokens + self.rows * batch.private_tokens
+        return {"us": best[0], "tbs": kept * token_bytes / best[0] / 1e6, **micros}
+
+    def _attention_candidates(self, blocks: Any) -> list[tuple[int, Any]]:
+        if self.device.type != "cuda":
+            return [(8, blocks())]
+        whole = 132 // text_config(self.made.model.config).num_key_value_heads
+        found: list[tuple[int, Any]] = []
+        for items in (max(whole, self.groups), 2 * whole):
+            found += [
+                (items, blocks(prefix_keys=64, stages=3, warps=4)),
+                (items, blocks(prefix_keys=128, stages=2, warps=4)),
+                (items, blocks(prefix_keys=128, stages=3, warps=8)),
+                (items, blocks(prefix_keys=64, stages=4, warps=4, own_keys=128, own_stages=2)),
+                (items, blocks(prefix_keys=64, stages=3, warps=4, own_keys=32, own_stages=4)),
+            ]
+        return found
+
+
+def _label(tiles: Any) -> str:
+    return f"{tiles.columns}x{tiles.inner} /{tiles.splits} s{tiles.stages} w{tiles.warps}"
+
+
+def _once(call: Callable[[], Any]) -> float:
+    """Microseconds of one call, where figures mean nothing anyway."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6

@@ -1,0 +1,58 @@
+"""Which device a worker computes on, in this process's numbering and in everybody's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.gpu.driver import CudaMissing, device_uuid
+
+if TYPE_CHECKING:
+    from common.config.deployment import Deployment
+    from common.ids import Participant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDevice:
+    """One device.
+
+    Attributes:
+        torch: with its number in this process.
+        uuid: of a GPU, for `BrokerClient.connect`; empty: the CPU.
+    """
+
+    torch: torch.device
+    uuid: str
+
+    @classmethod
+    def of(cls, deployment: Deployment, participant: Participant) -> WorkerDevice:
+        """Rank r computes on the r-th GPU that its process sees.
+
+        Raises:
+            CudaMissing: there is no such GPU.
+        """
+        if deployment.device == "cpu":
+            return cls(torch=torch.device("cpu"), uuid="")
+        ordinal, visible = participant.rank, torch.cuda.device_count()
+        if ordinal >= visible:
+            raise CudaMissing(
+                f'device = "cuda": {participant} needs GPU {ordinal}, and its process sees '
+                f"{visible}; lower the ranks of {participant.service}, or make more GPUs visible"
+            )
+        return cls(torch=torch.device("cuda", ordinal), uuid=device_uuid(ordinal))
+
+    def enter(self) -> None:
+        """Make it the calling thread's default; for the start of every thread that computes."""
+        if self.torch.type == "cuda":
+            torch.cuda.set_device(self.torch)
+
+    def wait(self) -> None:
+        """Block until the calling thread's stream has done everything it was asked for.
+
+        At the end of a job in the compute thread: what the job wrote may be sealed then, what it
+        read may be released, and its time is the time that it took.
+        """
+        if self.torch.type == "cuda":
+            torch.cuda.current_stream(self.torch).synchronize()
