@@ -192,7 +192,7 @@ def fused_case(
         decoder.lanes.finished.zero_()
 
     found = time_step(made, batch, device, report, lambda: decoder.step(batch.rows), reset)
-    return found | {"cuts": str(cuts) if cuts is not None else "default"}
+    return found
 
 
 def agreement(made: RandomModel, batch: Batch, device: torch.device) -> dict[str, Any]:

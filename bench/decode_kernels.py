@@ -254,9 +254,11 @@ class Sweep:
                 best = (spent, blocks, items)
         assert best is not None
         self.found |= {"attention": best[1], "items": best[2]}
+        chosen = f"i{best[2]} {best[1]}"
         token_bytes = 2 * kv_heads * width * query.element_size()
         kept = self.groups * batch.prefix_tokens + self.rows * batch.private_tokens
-        return {"us": best[0], "tbs": kept * token_bytes / best[0] / 1e6, **micros}
+        tbs = kept * token_bytes / best[0] / 1e6
+        return {"best": chosen, "us": best[0], "tbs": tbs, **micros}
 
     def _attention_candidates(self, blocks: Any) -> list[tuple[int, Any]]:
         if self.device.type != "cuda":

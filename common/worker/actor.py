@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from common.config.deployment import Deployment
     from common.registry.runs import RunLedger
     from common.step.tasks import Task
+    from common.worker.device import WorkerDevice
     from common.worker.link import Link
     from common.worker.work import Prepared, RunFactory, RunWork
 
@@ -78,14 +79,25 @@ class WorkerActor(Actor[Message]):
         deployment: Deployment,
         ledger: RunLedger,
         factory: RunFactory,
+        device: WorkerDevice,
     ) -> None:
         super().__init__(str(participant), mailbox_capacity=65536)
         self.participant = participant
         self.incarnation = incarnation
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._epochs = EpochWork(participant, self._compute, spawn=self.spawn, cancel=self.cancel)
+        self._compute = ThreadPoolExecutor(
+            1, thread_name_prefix="compute", initializer=device.enter
+        )
+        self._epochs = EpochWork(
+            participant, self._compute, device, spawn=self.spawn, cancel=self.cancel
+        )
         self._holder = RunHolder(
-            participant, incarnation, deployment, ledger, factory, opened=self._link_opened
+            participant,
+            incarnation,
+            deployment,
+            ledger,
+            factory,
+            device,
+            opened=self._link_opened,
         )
         self._phase = RunPhase.UNCONFIGURED
         self._machine: StepMachine | None = None

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from common.events.event import Event
     from common.step.tasks import Task
     from common.step.view import StepView
+    from common.worker.device import WorkerDevice
     from common.worker.link import Link
     from common.worker.work import RunWork, StepWork
 
@@ -52,6 +53,7 @@ class EpochWork:
         self,
         participant: Participant,
         compute: Executor,
+        device: WorkerDevice,
         *,
         spawn: Callable[[str, Coroutine[Any, Any, Any]], None],
         cancel: Callable[[str], bool],
@@ -59,6 +61,7 @@ class EpochWork:
         """Args: spawn, cancel: the actor's."""
         self._participant = participant
         self._compute = compute
+        self._device = device
         self._spawn = spawn
         self._cancel = cancel
         self._scope: StepScope | None = None
@@ -86,6 +89,7 @@ class EpochWork:
             participant=self._participant,
             broker=link.broker,
             compute=self._compute,
+            device=self._device,
             publish=link.bus.publish,
             spawn=self._spawn_beside,
         )

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from common.worker.context import RunContext
 from common.worker.link import Link, LinkDown
 
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from common.config.deployment import Deployment
     from common.ids import Incarnation, Participant, RunId
     from common.registry.runs import RunLedger
+    from common.worker.device import WorkerDevice
     from common.worker.messages import Configure
     from common.worker.work import Prepared, RunFactory, RunWork
 
@@ -32,6 +31,7 @@ class RunHolder:
         deployment: Deployment,
         ledger: RunLedger,
         factory: RunFactory,
+        device: WorkerDevice,
         *,
         opened: Callable[[Link], None],
     ) -> None:
@@ -41,6 +41,7 @@ class RunHolder:
         self._deployment = deployment
         self._ledger = ledger
         self._factory = factory
+        self._device = device
         self._opened = opened
         self.link: Link | None = None
         self.context: RunContext | None = None
@@ -59,14 +60,19 @@ class RunHolder:
         """
         if self.run is None or self.run_id != ask.run_id or self.link is None or self.link.lost:
             await self.close()
-            self.link = await Link.open(self._deployment, self._participant, self._incarnation)
+            self.link = await Link.open(
+                self._deployment,
+                self._participant,
+                self._incarnation,
+                device=self._device.uuid,
+            )
             self._opened(self.link)
             self.context = RunContext(
                 run_id=ask.run_id,
                 recipe=ask.recipe,
                 run_dir=ask.run_dir,
                 participant=self._participant,
-                device=torch.device(self._deployment.device),
+                device=self._device.torch,
                 broker=self.link.broker,
                 ledger=self._ledger,
                 resume_from=ask.resume_from,

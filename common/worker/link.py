@@ -47,10 +47,21 @@ class Link:
 
     @classmethod
     async def open(
-        cls, deployment: Deployment, participant: Participant, incarnation: Incarnation
+        cls,
+        deployment: Deployment,
+        participant: Participant,
+        incarnation: Incarnation,
+        *,
+        device: str = "",
     ) -> Link:
-        """Connect. Raises Unavailable if the broker is away."""
-        broker = await BrokerClient.connect(deployment.broker_socket, participant, incarnation)
+        """Connect. Raises Unavailable if the broker is away.
+
+        Args:
+            device: UUID of the GPU that this process computes on; empty: the CPU.
+        """
+        broker = await BrokerClient.connect(
+            deployment.broker_socket, participant, incarnation, device=device
+        )
         bus = BusClient(deployment.hub_address, participant, incarnation)
         try:
             await bus.start()

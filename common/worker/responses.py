@@ -32,6 +32,14 @@ class PackedResponses:
     engine_logprobs: torch.Tensor
     """[T] float32, as the engine saw them when it sampled."""
 
+    def to(self, device: torch.device) -> PackedResponses:
+        """The same responses on another device; lengths stay on the host."""
+        return PackedResponses(
+            tokens=self.tokens.to(device),
+            lengths=self.lengths,
+            engine_logprobs=self.engine_logprobs.to(device),
+        )
+
 
 def response_tensors(tokens: int, responses: int) -> dict[str, TensorShape]:
     """Dtypes and shapes of the lease for so many tokens and responses."""

@@ -22,7 +22,7 @@ import torch
 
 from common.errors import RollplexError
 from common.events import Event, WorkSpan
-from common.tensors.spec import DType, TensorSpec
+from common.tensors.spec import DType, Placement, TensorSpec
 from common.tensors.views import tensor_view
 from common.worker.threads import in_thread
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from common.tensors.client import BrokerClient
     from common.tensors.lease import Lease
     from common.tensors.storage import Hold, Storage
+    from common.worker.device import WorkerDevice
 
 INLINE_COPY_BYTES = 1 << 20
 """Larger copies into leases leave the event loop's thread."""
@@ -104,6 +105,7 @@ class StepScope:
         participant: Participant,
         broker: BrokerClient,
         compute: Executor,
+        device: WorkerDevice,
         publish: Callable[[Event], Awaitable[None]],
         spawn: Callable[[StepScope, Task, Coroutine[Any, Any, None]], None],
     ) -> None:
@@ -113,17 +115,22 @@ class StepScope:
         self._participant = participant
         self._broker = broker
         self._compute = compute
+        self._device = device
         self._publish = publish
         self._spawn = spawn
         self._held: list[Releasable] = []
 
     async def run(self, task: Task, job: Callable[[], T]) -> Timed[T]:
-        """Run a job in the compute thread. Raises StepOver if the epoch ends before it starts."""
+        """Run a job in the compute thread, to the end of its kernels.
+
+        Raises: StepOver if the epoch ends before it starts.
+        """
 
         def timed() -> Timed[T]:
             self.check()
             start_ns = time.monotonic_ns()
             value = job()
+            self._device.wait()
             span = WorkSpan(task=task, start_ns=start_ns, end_ns=time.monotonic_ns())
             return Timed(value=value, span=span)
 
@@ -153,6 +160,8 @@ class StepScope:
         *,
         consumers: Iterable[Participant],
         next_use: Task,
+        placement: Placement,
+        zero: bool = False,
     ) -> AsyncIterator[Draft]:
         """Allocate a lease, to be filled inside the block; it is sealed at the block's end.
 
@@ -160,6 +169,8 @@ class StepScope:
             name: tensor class, such as `policy.prefix_kv`.
             tensors: dtype and shape of each tensor by name.
             consumers: who will acquire it, once each.
+            placement: in the host's memory or on the device that the workers compute on.
+            zero: whether the contents have to be zero at first.
         """
         specs = [
             TensorSpec(name=key, dtype=dtype_name(dtype), shape=shape)
@@ -173,6 +184,8 @@ class StepScope:
             tensors=specs,
             consumers=list(consumers),
             next_use=next_use,
+            placement=placement,
+            zero=zero,
         )
         try:
             self.check()
@@ -192,16 +205,28 @@ class StepScope:
         *,
         consumers: Iterable[Participant],
         next_use: Task,
+        placement: Placement,
     ) -> LeaseId:
         """Allocate a lease, let `fill` copy into its tensors, seal it."""
         async with self.writing(
-            name, group, tensors, consumers=consumers, next_use=next_use
+            name, group, tensors, consumers=consumers, next_use=next_use, placement=placement
         ) as draft:
-            if sum(tensor.nbytes for tensor in draft.tensors.values()) > INLINE_COPY_BYTES:
-                await in_thread(lambda: fill(draft.tensors))
-            else:
-                fill(draft.tensors)
+            await self._copied(lambda: fill(draft.tensors), draft)
         return draft.lease_id
+
+    async def _copied(self, fill: Callable[[], object], draft: Draft) -> None:
+        """Run a copy to its end, where it holds up the fewest."""
+        if any(tensor.is_cuda for tensor in draft.tensors.values()):
+
+            def on_device() -> None:
+                fill()
+                self._device.wait()
+
+            await asyncio.get_running_loop().run_in_executor(self._compute, on_device)
+        elif sum(tensor.nbytes for tensor in draft.tensors.values()) > INLINE_COPY_BYTES:
+            await in_thread(fill)
+        else:
+            fill()
 
     async def read(self, storage: Storage, version: WeightsVersion) -> Hold:
         """Hold a version of a storage until it is given back, or until `close`."""

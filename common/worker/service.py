@@ -10,6 +10,7 @@ import torch
 from common.registry.runs import RunLedger
 from common.transport import BoundServicer
 from common.worker.actor import WorkerActor
+from common.worker.device import WorkerDevice
 from common.worker.messages import ShutDown
 from common.worker.servicer import WorkerServicer
 from protos.rollplex.v1 import worker_pb2, worker_pb2_grpc
@@ -35,6 +36,7 @@ class WorkerService:
             context.deployment,
             self._ledger,
             factory,
+            WorkerDevice.of(context.deployment, context.participant),
         )
         self._servicer = WorkerServicer(self.actor, lambda: context.lifecycle.state.value)
 

@@ -63,7 +63,9 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
     return ModelShape(
         config=config,
         layout=weight_layout(model, train_vision=train_vision, dtype=context.dtype),
-        suppressed=torch.tensor(suppressed_token_ids(config), dtype=torch.int64),
+        suppressed=torch.tensor(
+            suppressed_token_ids(config), dtype=torch.int64, device=context.device
+        ),
     )
 
 

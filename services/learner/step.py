@@ -16,6 +16,7 @@ from common.rl.losses import LossSums, ScoredResponses, policy_loss
 from common.rl.lr import learning_rate
 from common.rl.optimizer import FlatAdamW, UpdateReport, apply_update
 from common.step.tasks import Task
+from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.responses import LOGPROBS, PackedResponses, packed_responses
@@ -86,6 +87,8 @@ class LearnerStep:
                 shapes,
                 consumers=[self._run.context.peer(Service.PREFIX_ENCODER)],
                 next_use=Task.PREFIX_BACKWARD,
+                placement=Placement.DEVICE,
+                zero=True,
             ) as draft,
         ):
             prefix = PrefixKV.leaves(buffer, draft.tensors[KV])
@@ -106,9 +109,10 @@ class LearnerStep:
         reference_T: torch.Tensor | None,
     ) -> LossSums:
         """Add the group's response part to the accumulator; the prefix's part to its gradients."""
-        run = self._run
+        run, device = self._run, self._run.context.device
         assert state.prepared is not None
         self._zero_once()
+        responses = responses.to(device)
         with torch.enable_grad():
             logprobs_T = run.model.response_logprobs(
                 last_token=state.prepared.last_token,
@@ -121,9 +125,9 @@ class LearnerStep:
             )
             batch = ScoredResponses(
                 logprobs=logprobs_T,
-                lengths=torch.tensor(responses.lengths, dtype=torch.int64),
-                advantages=advantages_G,
-                reference_logprobs=reference_T,
+                lengths=torch.tensor(responses.lengths, dtype=torch.int64, device=device),
+                advantages=advantages_G.to(device),
+                reference_logprobs=None if reference_T is None else reference_T.to(device),
                 engine_logprobs=responses.engine_logprobs,
             )
             loss, sums = policy_loss(batch, run.context.recipe.algorithm)

@@ -19,6 +19,7 @@ from common.ids import GroupId, LeaseId, Participant, Service
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
+from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV, prefix_backward
 from common.worker.prompts import EMBEDDINGS, prompt_tensors
@@ -107,6 +108,7 @@ class PrefixEncoderStep:
             fill,
             consumers=[self._peer(Service.ROLLOUT)],
             next_use=Task.DECODE,
+            placement=Placement.HOST,
         )
         self._groups[group] = GroupWork(prompt.to(self._run.context.device))
         prepared = bodies.GroupPrepared(
@@ -141,6 +143,7 @@ class PrefixEncoderStep:
                 lambda out: out[EMBEDDINGS].copy_(detached),
                 consumers=[self._peer(Service.ROLLOUT)],
                 next_use=Task.DECODE,
+                placement=Placement.DEVICE,
             )
         body = bodies.PolicyVisionEncoded(lease=lease, weights_version=scope.view.version)
         await scope.publish(body, group, span=encoded.span, cause_id=cause_id)
@@ -228,6 +231,7 @@ class PrefixEncoderStep:
             lambda out: prefix.pack(out[KV]),
             consumers=consumers,
             next_use=Task.RESPONSE_TRAIN if role is ModelRole.POLICY else Task.REFERENCE_SCORE,
+            placement=Placement.DEVICE,
         )
         version = scope.view.version if role is ModelRole.POLICY else REFERENCE_VERSION
         body = bodies.PrefixEncoded(role=role, lease=lease, weights_version=version)

@@ -12,6 +12,7 @@ from common.events.bodies import ModelRole
 from common.ids import Epoch, GroupId, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
+from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.prefix import PrefixKV
@@ -120,12 +121,13 @@ class ReferenceStep:
         prefix_lease = state.prefixes[ModelRole.REFERENCE].lease
         leases = await scope.acquire(prefix_lease, state.generated.lease)
         prefix = PrefixKV.unpack(tensor_view(leases[0], KV))
-        responses = packed_responses(leases[1])
+        packed = packed_responses(leases[1])
         prompt = state.prepared
 
         def score() -> torch.Tensor:
             model = self._run.model
             assert model is not None
+            responses = packed.to(self._run.context.device)
             with torch.no_grad():
                 return model.response_logprobs(
                     last_token=prompt.last_token,
@@ -145,6 +147,7 @@ class ReferenceStep:
             lambda out: out[LOGPROBS].copy_(scored.value),
             consumers=[self._run.context.peer(Service.LEARNER)],
             next_use=Task.RESPONSE_TRAIN,
+            placement=Placement.HOST,
         )
         scope.give_back(*leases)
         await scope.publish(

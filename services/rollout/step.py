@@ -12,6 +12,7 @@ from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
+from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text
@@ -178,6 +179,7 @@ class RolloutStep:
                 fill,
                 consumers=consumers,
                 next_use=Task.REFERENCE_SCORE,
+                placement=Placement.HOST,
             )
         body = bodies.GroupGenerated(
             lease=lease,

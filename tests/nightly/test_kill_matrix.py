@@ -1,4 +1,4 @@
-"""Every process at every moment of a run, under two schedules: the result must not change by a bit."""
+"""Every process dies at every moment of a run, under two schedules; the result stays, bit for bit."""
 
 from __future__ import annotations
 

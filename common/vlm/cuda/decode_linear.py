@@ -19,6 +19,9 @@ from common.vlm.cuda.activations import gated_silu
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SHARED_BYTES = 220 * 1024
+"""Of one program's loads in flight; with more rows than planned for, fewer steps are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
@@ -87,6 +90,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool
     rows, inner = x.shape
     columns = out.shape[-1]
     block_rows = min(128, max(16, triton.next_power_of_2(rows)))
+    step_bytes = (block_rows + (2 if gated else 1) * tiles.columns) * tiles.inner * x.element_size()
     steps = triton.cdiv(triton.cdiv(inner, tiles.inner), tiles.splits)
     grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(rows, block_rows))
     _product[grid](
@@ -102,7 +106,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=tiles.columns,
         BLOCK_INNER=tiles.inner,
-        num_stages=tiles.stages,
+        num_stages=max(1, min(tiles.stages, _SHARED_BYTES // step_bytes)),
         num_warps=tiles.warps,
     )
 

@@ -16,8 +16,8 @@ from common.vlm.tiny import tiny_config, tiny_prompt
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs a GPU or TRITON_INTERPRET=1",
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs TRITON_INTERPRET=1 from the start of the process",
 )
 
 SAMPLES, NEW = 3, 4
