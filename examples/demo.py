@@ -12,8 +12,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 EXAMPLE = Path("examples/digits")
 MODEL = Path("runs/models/digits")

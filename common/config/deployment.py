@@ -98,6 +98,9 @@ class Deployment(FrozenConfig):
     """The Redis server."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
+    mps: Literal["auto", "off"] = "auto"
+    """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
+    the driver has the daemon; without it they take turns, and hiding work cannot pay."""
     arena_gib: float = Field(default=4.0, gt=0)
     """Memory of the machine that the broker may hand out, in GiB."""
     hbm_budget_gib: float | None = Field(default=None, gt=0)

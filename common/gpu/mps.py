@@ -24,7 +24,7 @@ _ANSWER_S = 20.0
 
 
 class MpsUnavailable(Unavailable):
-    """There is no MPS daemon here, or it did not start; the message says what to do."""
+    """There is no MPS daemon here; the message says where it was looked for."""
 
     retryable = False
 
@@ -47,47 +47,29 @@ class Mps:
             LOG_VARIABLE: str(self.folder / "log"),
         }
 
-    def start(self) -> None:
-        """Start the daemon if it does not run. Raises MpsUnavailable."""
-        if self.running():
-            return
+    def make_folders(self) -> None:
+        """Make what the daemon needs; a supervisor then runs it with `-f` in this environment."""
         for path in self.environment.values():
-            Path(path).mkdir(parents=True, exist_ok=True)
-        try:
-            self._control(["-d"])
-        except (OSError, subprocess.SubprocessError) as error:
-            raise MpsUnavailable(
-                f"{DAEMON} did not start: {error}; see {self.folder / 'log'}"
-            ) from error
-        if not self.running():
-            raise MpsUnavailable(f"{DAEMON} started and ended; see {self.folder / 'log'}")
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def running(self) -> bool:
         """Whether the daemon answers."""
         try:
-            self._control([], command="get_server_list")
+            self._ask("get_server_list")
         except (OSError, subprocess.SubprocessError, MpsUnavailable):
             return False
         return True
 
-    def stop(self) -> bool:
-        """End the daemon and its server. Returns whether it ran."""
-        if not self.running():
-            return False
-        self._control([], command="quit")
-        return True
-
-    def _control(self, arguments: list[str], *, command: str | None = None) -> str:
-        done = subprocess.run(  # noqa: S603 - the driver's own program
-            [find_daemon(), *arguments],
-            input=None if command is None else f"{command}\n",
+    def _ask(self, command: str) -> None:
+        subprocess.run(  # noqa: S603 - the driver's own program
+            [find_daemon()],
+            input=f"{command}\n",
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,
             timeout=_ANSWER_S,
             check=True,
         )
-        return done.stdout
 
 
 def find_daemon() -> str:

@@ -49,6 +49,12 @@ class SplitCase:
     prompt: PromptTensors
     responses: tuple[Tensor, ...]
 
+    def to(self, device: torch.device | str) -> SplitCase:
+        """The same group on another device."""
+        return SplitCase(
+            prompt=self.prompt.to(device), responses=tuple(r.to(device) for r in self.responses)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitReport:

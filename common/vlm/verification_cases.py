@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
-from transformers import Qwen2_5_VLConfig
 
 from common.vlm.loading import text_config
 from common.vlm.tiny import FIRST_TEXT_ID, tiny_prompt
 from common.vlm.verification import SplitCase
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5_VLConfig
+    from collections.abc import Sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "one image, one response empty": {"lengths": (5, 1, 0, 9), "images": [(1, 6, 8)]},

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 
 import torch
 
@@ -16,12 +15,16 @@ from common.vlm.bound import bound_model
 from common.vlm.tiny import tiny_config
 from common.vlm.verification import decode_vs_monolithic, split_vs_monolithic
 from common.vlm.verification_cases import all_cases
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def measure(device: str) -> dict[str, float]:
     """Largest differences over all cases, tower trained and frozen, checkpointing on and off."""
     config = tiny_config()
-    cases = all_cases(config)
+    cases = [case.to(device) for case in all_cases(config)]
     gradients, logprobs, decode = 0.0, 0.0, 0.0
     for train_vision in (True, False):
         for checkpointing in (True, False):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
+from common.gpu.mps import is_client
 from common.registry.runs import RunLedger
 from common.transport import BoundServicer
 from common.worker.actor import WorkerActor
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
     from common.service.context import ServiceContext
     from common.worker.work import RunFactory
+
+log = logging.getLogger(__name__)
 
 PHASE_EVERY_S = 0.25
 
@@ -72,7 +76,9 @@ class WorkerService:
     async def _report_phase(self) -> None:
         while True:
             self._context.set_phase(self.actor.status().phase)
-            await asyncio.sleep(PHASE_EVERY_S)
+            await asyncio.sleep(log = logging.getLogger(__name__)
+
+PHASE_EVERY_S)
 
 
 def worker_builder(
@@ -82,6 +88,8 @@ def worker_builder(
 
     async def build(context: ServiceContext) -> WorkerService:
         torch.set_num_threads(context.deployment.threads(context.participant))
+        if context.deployment.device == "cuda" and not is_client():
+            log.warning("not a client of MPS: the services take turns on the GPU")
         return WorkerService(context, factory)
 
     return build

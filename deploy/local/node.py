@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import logging
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -15,7 +16,7 @@ from common.registry.client import Registry
 from common.registry.embedded import wait_ready
 from deploy.local.logs import tail
 from deploy.local.precheck import check
-from deploy.local.programs import SERVICES_PACKAGE, Program, programs
+from deploy.local.programs import SERVICES_PACKAGE, Program, node_mps, programs
 from deploy.local.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from common.config.deployment import Deployment
     from common.registry.client import ServiceEntry
     from deploy.local.supervisor import ProgramState
+
+log = logging.getLogger(__name__)
 
 SERVING = "serving"
 _POLL_S = 0.2
@@ -69,6 +72,7 @@ def up(
     supervisor = Supervisor(deployment)
     if supervisor.pid() is None:
         check(deployment, package=package)
+    _prepare_mps(deployment)
     supervisor.start(package=package, folder=folder or Path.cwd())
     give_up_s = time.monotonic() + deployment.deadlines.start_s
     earlier = {state.name: state.restarts for state in supervisor.states()}
@@ -81,6 +85,17 @@ def up(
         if lost or time.monotonic() > give_up_s:
             raise Unavailable(_explain(deployment, missing))
         time.sleep(_POLL_S)
+
+
+def _prepare_mps(deployment: Deployment) -> None:
+    mps = node_mps(deployment)
+    if mps is not None:
+        mps.make_folders()
+    elif deployment.device == "cuda":
+        log.warning(
+            "WARNING: no MPS: the services will take turns on the GPU, so work hidden in the "
+            "decode window gains nothing. Install NVIDIA's driver tools, or do not set mps = off."
+        )
 
 
 def status(deployment: Deployment) -> list[Row]:

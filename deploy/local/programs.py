@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.config.base import ConfigError
+from common.gpu.mps import Mps, MpsUnavailable, find_daemon
 from common.ids import WORKERS
 from common.registry.embedded import embedded_server
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from common.ids import Participant
 
 REDIS = "redis"
+MPS = "mps"
 SERVICES_PACKAGE = "services"
 
 START_RETRIES = 20
@@ -91,6 +93,17 @@ def programs(deployment: Deployment, *, package: str = SERVICES_PACKAGE) -> list
                 stop_wait_s=_STOP_GRACE_S,
             )
         )
+    mps = node_mps(deployment)
+    if mps is not None:
+        found.append(
+            Program(
+                name=MPS,
+                command=(find_daemon(), "-f"),
+                participant=None,
+                priority=1,
+                stop_wait_s=_STOP_GRACE_S,
+            )
+        )
     for index, participant in enumerate(deployment.participants):
         module = f"{package}.{participant.service.value.replace('-', '_')}"
         command = (
@@ -108,6 +121,17 @@ def programs(deployment: Deployment, *, package: str = SERVICES_PACKAGE) -> list
             )
         )
     return found
+
+
+def node_mps(deployment: Deployment) -> Mps | None:
+    """The node's Multi-Process Service; None: it computes on the CPU, or has no such daemon."""
+    if deployment.device != "cuda" or deployment.mps == "off":
+        return None
+    try:
+        find_daemon()
+    except MpsUnavailable:
+        return None
+    return Mps(folder=deployment.socket_dir / MPS)
 
 
 def render(deployment: Deployment, found: list[Program], *, folder: Path) -> str:
@@ -163,8 +187,14 @@ redirect_stderr = true
 stdout_logfile = {_plain(program.log_file(deployment))}
 stdout_logfile_maxbytes = 64MB
 stdout_logfile_backups = 2
-environment = PYTHONUNBUFFERED="1"
+environment = {_environment(deployment)}
 """
+
+
+def _environment(deployment: Deployment) -> str:
+    mps = node_mps(deployment)
+    values = {"PYTHONUNBUFFERED": "1", **(mps.environment if mps is not None else {})}
+    return ",".join(f'{name}="{_plain(value)}"' for name, value in values.items())
 
 
 def _plain(value: Path | str) -> str:

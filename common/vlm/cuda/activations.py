@@ -3,6 +3,7 @@
 Shapes: S = tokens, i = intermediate width, H = rotated heads, D = head width.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ Shapes: P = prefix tokens, T = tokens of all responses of a group in one row, G 
 H = query heads, K = key/value heads, D = head width.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ Shapes: R = rows, B = slots, S = lanes of a slot, K = key/value heads, Q = query
 D = head width, Pc and Rc = capacities, I = items, M = S * Q.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Shapes: R = rows (sequences that decode one token), n = output width, k = input 
 s = parts into which k is cut.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Shapes: R = rows, h = hidden width, s = parts of a product, H = query heads, K =
 D = head width, B = slots, S = lanes of a slot, Rc = room of a lane, N = positions in a table.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

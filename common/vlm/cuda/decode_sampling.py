@@ -3,6 +3,7 @@
 Shapes: R = rows, C = vocabulary, c = chunks of it, B = slots, S = lanes, N = most new tokens.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Shapes: S = tokens, h = hidden width. Arithmetic is float32; results are rounded
 library's modules round them.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ once, so that its gradient is one product.
 Shapes: T = tokens, h = hidden width, C = vocabulary, c = columns of one part.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 
