@@ -191,8 +191,7 @@ def fused_case(
         decoder.lanes.tokens.fill_(batch.private_tokens)
         decoder.lanes.finished.zero_()
 
-    found = time_step(made, batch, device, report, lambda: decoder.step(batch.rows), reset)
-    return found
+    return time_step(made, batch, device, report, lambda: decoder.step(batch.rows), reset)
 
 
 def agreement(made: RandomModel, batch: Batch, device: torch.device) -> dict[str, Any]:

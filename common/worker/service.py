@@ -76,9 +76,7 @@ class WorkerService:
     async def _report_phase(self) -> None:
         while True:
             self._context.set_phase(self.actor.status().phase)
-            await asyncio.sleep(log = logging.getLogger(__name__)
-
-PHASE_EVERY_S)
+            await asyncio.sleep(PHASE_EVERY_S)
 
 
 def worker_builder(

@@ -246,7 +246,7 @@ def _packed_backward(
         causal,
         *state,
     )
-    return tuple(part.transpose(0, 1) for part in gradients)  # type: ignore[return-value]
+    return tuple(part.transpose(0, 1) for part in gradients)
 
 
 def _dense_forward(
@@ -305,7 +305,7 @@ def _dense_backward(
             causal,
             *state,
         )
-    return tuple(part[0] for part in gradients[:3])  # type: ignore[return-value]
+    return tuple(part[0] for part in gradients[:3])
 
 
 def merge(

@@ -96,9 +96,9 @@ class ResidualMlp(torch.autograd.Function):
     ) -> Tensor:
         """See `residual_mlp`."""
         (out_w, *inner_w, down_w), biases = _halves(parameters)
-        out_b, *inner_b, down_b = biases or (None,) * 4
+        out_b, down_b = (biases[0], biases[-1]) if biases else (None, None)
         total, normed = add_rms_norm(hidden, F.linear(merged, out_w, out_b), norm, eps)
-        joint = F.linear(normed, *_joint(inner_w, inner_b))
+        joint = F.linear(normed, *_joint(inner_w, biases[1:-1]))
         gate, up = joint.chunk(2, dim=1)
         product = torch.empty_like(gate, memory_format=torch.contiguous_format)
         gated_silu(gate, up, product)
@@ -205,11 +205,10 @@ def _joint(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor,
     """
     width, inputs = weights[0].shape
     aligned = _aligned(width)
-    has_bias = any(bias is not None for bias in biases)
     if aligned == width:
-        return stacked(weights), stacked(biases) if has_bias else None
+        return stacked(weights), stacked(biases) if biases else None
     weight = weights[0].new_zeros((2, aligned, inputs))
-    bias = weights[0].new_zeros((2, aligned)) if has_bias else None
+    bias = weights[0].new_zeros((2, aligned)) if biases else None
     for number in range(2):
         weight[number, :width] = weights[number]
         if bias is not None:

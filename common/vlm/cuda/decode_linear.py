@@ -69,7 +69,8 @@ def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) ->
     """
     if tiles is None:
         joint = x @ weight.t()
-        gated_silu(*joint.chunk(2, dim=1), out[0])
+        gate, up = joint.chunk(2, dim=1)
+        gated_silu(gate, up, out[0])
         return
     assert tiles.splits == 1
     _launch(x, weight, out, tiles, gated=True)

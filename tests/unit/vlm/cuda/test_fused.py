@@ -100,6 +100,16 @@ def test_equals_plain_modules(fused_steps, train_vision, tied):
         assert (actual - expected).abs().max() <= 1e-4 * scale + 1e-7, name
 
 
+def test_odd_inner_widths_are_padded(fused_steps, monkeypatch):
+    from common.vlm.cuda import blocks
+
+    bound = bound_model(tiny_config(), dtype=torch.float32, train_vision=True)
+    _, expected = run(bound, fused_steps, train_vision=True)
+    monkeypatch.setattr(blocks, "_ROW_ALIGNMENT", 48)
+    _, gradients = run(bound, fused_steps, train_vision=True)
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_checkpointing_changes_nothing(fused_steps):
     bound = bound_model(tiny_config(), dtype=torch.float32, train_vision=True)
     _, expected = run(bound, fused_steps, train_vision=True)
