@@ -10,6 +10,8 @@ TORCH_INDEX ?=
 JOBS ?= 2
 # More arguments for pytest, such as ARGS='-k broker -x'.
 ARGS ?=
+# Modules of bench/; those other than broker need a GPU.
+BENCH ?= broker
 # local: the supervisor on this machine. k8s: the cluster that kubectl points at.
 TARGET ?= local
 # Deployment file of TARGET=local.
@@ -81,9 +83,8 @@ test-gpu: $(STAMP) ## Run the GPU tests; running none is a failure
 test-nightly: $(STAMP) ## Run the kill matrix and the long runs; running none is a failure
 	$(PY) -m pytest -m nightly --require-run $(ARGS)
 
-bench: $(STAMP) ## Run the benchmarks of bench/, one JSON document each
-	@for name in $(sort $(basename $(notdir $(wildcard bench/[a-z]*.py)))); do \
-		$(PY) -m bench.$$name || exit 1; done
+bench: $(STAMP) ## Run benchmarks of bench/, one JSON document each (BENCH=)
+	@for name in $(BENCH); do $(PY) -m bench.$$name || exit 1; done
 
 ifeq ($(TARGET),local)
 up status logs down: $(STAMP)

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_compiled = torch.compile(flex_attention, dynamic=False)
-
 
 class FlexConcatenated(SdpaAttention):
     """Implements `common.vlm.attention.AttentionBackend`."""
+
+    def __init__(self) -> None:
+        self._compiled = torch.compile(flex_attention, dynamic=False)
 
     def plan(self, prefix_tokens: int, lengths_G: Sequence[int], device: torch.device) -> Any:
         """A block mask: the prefix, and the own response up to oneself."""
@@ -41,4 +42,6 @@ class FlexConcatenated(SdpaAttention):
         """See `AttentionBackend.responses`."""
         key = torch.cat((prefix[0], own[0]), dim=1)
         value = torch.cat((prefix[1], own[1]), dim=1)
-        return _compiled(query[None], key[None], value[None], block_mask=plan, enable_gqa=True)[0]
+        return self._compiled(
+            query[None], key[None], value[None], block_mask=plan, enable_gqa=True
+        )[0]

@@ -237,7 +237,7 @@ def _elementwise(load: Workload, device: torch.device) -> dict[str, Any]:
 
 def _accumulate(device: torch.device) -> dict[str, Any]:
     """Whether the product that adds in float32 is right."""
-    from common.vlm.cuda.gradients import add_product
+    from common.vlm.cuda.gradients import _adds_wide, add_product
 
     left, right = _random(512, 700, device=device), _random(700, 384, device=device)
     total = torch.randn(512, 384, device=device)
@@ -249,4 +249,8 @@ def _accumulate(device: torch.device) -> dict[str, Any]:
     add_product(rows[50:562], strided.t(), right)
     expected = strided.t().double() @ right.double()
     second = (rows[50:562].double() - expected).norm() / expected.norm()
-    return {"error": float(error), "error_strided": float(second)}
+    return {
+        "in_place": _adds_wide(DTYPE),
+        "error": float(error),
+        "error_strided": float(second),
+    }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.actor.actor import Actor, TaskEnded
 from common.errors import FailedPrecondition, RollplexError, Unavailable
+from common.events.bodies import StepBegan
 from common.ids import Epoch, GroupId, Incarnation, Participant, RunId
 from common.step.machine import (
     EndStep,
@@ -42,6 +43,7 @@ from common.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
     from common.config.deployment import Deployment
+    from common.events import Event
     from common.registry.runs import RunLedger
     from common.step.tasks import Task
     from common.worker.device import WorkerDevice
@@ -107,6 +109,7 @@ class WorkerActor(Actor[Message]):
         self._quiet = False
         self._shutting_down = False
         self._draining: list[asyncio.Future[None]] = []
+        self._fence = Epoch(0)
         self._events_seen = 0
         self._last_seen: tuple[RunId, int, Epoch] | None = None
         self._given_up = False
@@ -138,11 +141,20 @@ class WorkerActor(Actor[Message]):
     async def _event_arrived(self, message: EventArrived) -> None:
         event = message.event
         self._events_seen += 1
-        if self._machine is None or self._quiet:
+        if self._machine is None or self._quiet or self._is_from_before(event):
             return
         self._epochs.caused_by(event)
         self._execute(self._machine.handle(event))
         await self._epochs.advance(event)
+
+    def _is_from_before(self, event: Event) -> bool:
+        """Whether it begins an epoch in which this worker, as it is configured now, has no part.
+
+        A new link is told of the newest epoch first, and that one may be long over.
+        """
+        if not isinstance(event.body, StepBegan):
+            return False
+        return event.run_id != self._holder.run_id or event.epoch <= self._fence
 
     def _task_ended(self, ended: TaskEnded) -> None:
         if ended.name == _CHANGE:
@@ -275,6 +287,7 @@ class WorkerActor(Actor[Message]):
             error = Unavailable(f"the link was lost: {link.lost}")
         if error is None:
             assert run is not None
+            self._fence = ask.epoch
             self._machine = StepMachine(run.lanes, needs_reference=ask.recipe.needs_reference)
             self._phase = RunPhase.READY
             _answer(ask.answer, prepared)

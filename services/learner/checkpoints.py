@@ -65,8 +65,10 @@ class CheckpointStore:
         """
         place = self._folder / f"{_PREFIX}{version:08d}"
         if not (place / MARKER).is_file():
-            draft = self._folder / f".{place.name}.{os.getpid()}"
-            shutil.rmtree(draft, ignore_errors=True)
+            # One process writes here at a time: what a killed one left behind is nobody's.
+            for left in self._folder.glob(f".{_PREFIX}*"):
+                shutil.rmtree(left)
+            draft = self._folder / f".{place.name}"
             self._write(draft, version, recipe_json)
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)

@@ -5,7 +5,6 @@ Shapes: T tokens of a group's packed responses, G responses.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ class Recording:
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"{g.group}.tokens": g.tokens for g in groups}
         tensors |= {f"{g.group}.lengths": g.lengths for g in groups}
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft = path.with_suffix(".tmp")
         save_file(tensors, draft)
         draft.replace(path)
 

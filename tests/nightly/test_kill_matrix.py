@@ -1,4 +1,4 @@
-"""Every process dies at every moment of a run, under two schedules; the result stays, bit for bit."""
+"""Every process dies at every moment of a run, in two schedules; the result stays bit for bit."""
 
 from __future__ import annotations
 

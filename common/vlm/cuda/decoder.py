@@ -199,7 +199,7 @@ class CudaDecoder:
             device=device,
         )
         place = torch.arange(self.positions, device=device)
-        sample = torch.empty((1, 1), dtype=self.model.dtype, device=device)
+        sample = torch.empty((1, 1, 1), dtype=self.model.dtype, device=device)
         cos, sin = language.rotary_emb(sample, place.expand(3, 1, -1))
         self._angles = (cos[0].contiguous(), sin[0].contiguous())
 

@@ -8,6 +8,7 @@ Shapes: S = tokens, n = output width, k = input width.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,10 +56,22 @@ def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if accumulator.dtype == left.dtype:
         accumulator.addmm_(left, right)
-    elif left.is_cuda and accumulator.dtype == torch.float32:
+    elif left.is_cuda and accumulator.dtype == torch.float32 and _adds_wide(left.dtype):
         torch.addmm(accumulator, left, right, out_dtype=torch.float32, out=accumulator)
     else:
         accumulator.add_(left.to(accumulator.dtype) @ right.to(accumulator.dtype))
+
+
+@lru_cache(maxsize=8)
+def _adds_wide(dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of `dtype` matrices to a float32 one in place."""
+    ones = torch.ones((16, 16), dtype=dtype, device="cuda")
+    total = torch.ones((16, 16), device="cuda")
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())
 
 
 def weight_gradients(

@@ -76,6 +76,22 @@ def test_only_the_newest_are_kept(store, make_state, tmp_path):
     assert names == ["step-00000002", "step-00000003"]
 
 
+def test_newer_ones_of_steps_that_are_run_again_push_none_out(store, make_state, tmp_path):
+    checkpoints = store(make_state())
+    for version in (4, 8, 6):
+        checkpoints.save(WeightsVersion(version), recipe_json=RECIPE, keep=1)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-00000006", "step-00000008"]
+
+
+def test_what_a_killed_process_left_is_swept(store, make_state, tmp_path):
+    left = tmp_path / "checkpoints" / ".step-00000003"
+    left.mkdir(parents=True)
+    (left / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    folder = store(make_state()).save(WeightsVersion(4), recipe_json=RECIPE, keep=1)
+    assert list(folder.parent.iterdir()) == [folder]
+
+
 def test_another_trainable_part_is_refused(store, make_state, config, tmp_path, model_folder):
     from common.vlm.bound import bound_model
     from services.learner.training_state import TrainingState
