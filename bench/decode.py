@@ -194,16 +194,19 @@ def fused_case(
     return time_step(made, batch, device, report, lambda: decoder.step(batch.rows), reset)
 
 
-def agreement(made: RandomModel, batch: Batch, device: torch.device) -> dict[str, Any]:
+def agreement(
+    made: RandomModel, batch: Batch, device: torch.device, *, early: bool
+) -> dict[str, Any]:
     """Logits of the fused step against those of the plain one on the same pool."""
-    from common.vlm.cuda.decoder import Cuts
+    from common.vlm.cuda.decode_parts import Cuts
 
     with torch.no_grad():
-        decoder = fused_decoder(made, batch, device, Cuts())
+        cuts = dataclasses.replace(Cuts.of(rows=batch.rows), early=early)
+        decoder = fused_decoder(made, batch, device, cuts)
         rows = [(slot, lane) for slot in range(batch.groups) for lane in range(batch.samples)]
         decoder.set_rows(rows, bucket=batch.rows)
         decoder.step(batch.rows)
-        fast = decoder._buffers(batch.rows).logits[0].float()
+        fast = decoder._buffers_of(batch.rows).logits[0].float()
         pool, model = decoder.pool, decoder.model
         step = decode._step(
             pool, [r[0] for r in rows], [r[1] for r in rows], [batch.private_tokens] * len(rows)
@@ -235,27 +238,34 @@ def run_all(made: RandomModel, report: Report, device: torch.device, shape: str)
         report.case(f"step plain {name}", lambda b=batch: plain_case(made, b, device, report))
         if not fused:
             continue
-        from common.vlm.cuda.decoder import Cuts
+        fused_cases(name, batch, made, report, device)
 
-        library = Cuts(qkv=None, out=None, gate_up=None, down=None, head=None)
-        report.case(f"agreement {name}", lambda b=batch: agreement(made, b, device))
-        report.case(
-            f"step fused default {name}",
-            lambda b=batch: fused_case(made, b, device, report, Cuts()),
-        )
-        report.case(
-            f"step fused library {name}",
-            lambda b=batch, c=library: fused_case(made, b, device, report, c),
-        )
-        sweep = Sweep(made, report, device, batch.groups, batch.samples)
-        sweep.products(name)
-        sweep.attention(name, pool_of, batch)
-        report.case(f"rows {name}", lambda s=sweep: s.row_kernels())
-        best = sweep.best()
-        report.case(
-            f"step fused best {name}",
-            lambda b=batch, c=best: fused_case(made, b, device, report, c),
-        )
+
+def fused_cases(
+    name: str, batch: Batch, made: RandomModel, report: Report, device: torch.device
+) -> None:
+    """Everything about the fused step of one batch; launching early needs a GPU."""
+    from common.vlm.cuda.decode_parts import Cuts
+
+    default, early = Cuts.of(rows=batch.rows), device.type == "cuda"
+    report.case(f"agreement {name}", lambda: agreement(made, batch, device, early=False))
+    sweep = Sweep(made, report, device, batch.groups, batch.samples)
+    sweep.attention(name, pool_of, batch)
+    sweep.products(name)
+    report.case(f"rows {name}", sweep.row_kernels)
+
+    def step(kind: str, cuts: Cuts) -> None:
+        case = f"step fused {kind} {name}"
+        report.case(case, lambda: fused_case(made, batch, device, report, cuts))
+
+    step("default", default)
+    best = sweep.best()
+    step("best", best)
+    step("library", dataclasses.replace(Cuts.library(), attention=best.attention, items=best.items))
+    if early:
+        report.case(f"agreement early {name}", lambda: agreement(made, batch, device, early=True))
+        step("default early", dataclasses.replace(default, early=True))
+        step("best early", dataclasses.replace(best, early=True))
 
 
 def main() -> None:

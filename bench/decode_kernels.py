@@ -6,6 +6,7 @@ no launch is seen.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ class Sweep:
     def __init__(
         self, made: RandomModel, report: Report, device: torch.device, groups: int, samples: int
     ) -> None:
-        from common.vlm.cuda.decoder import LayerWeights
+        from common.vlm.cuda.decode_parts import LayerWeights
 
         self.made, self.report, self.device = made, report, device
         self.groups, self.samples, self.rows = groups, samples, groups * samples
@@ -41,9 +42,9 @@ class Sweep:
 
     def best(self) -> Any:
         """The fastest cuts of all products and of attention."""
-        from common.vlm.cuda.decoder import Cuts
+        from common.vlm.cuda.decode_parts import Cuts
 
-        return Cuts(**self.found)
+        return dataclasses.replace(Cuts.of(rows=self.rows), **self.found)
 
     def products(self, name: str) -> None:
         """Each projection by library and by tiles."""
@@ -153,97 +154,39 @@ class Sweep:
 
         if self.device.type != "cuda":
             return [None, tiles(64, 128, 1, 4, 4)]
+        narrow = [(64, 64, 4, 6, 4), (64, 64, 4, 8, 4), (32, 128, 4, 4, 4), (64, 128, 4, 3, 4)]
         table: dict[str, list[tuple[int, int, int, int, int]]] = {
-            "qkv": [
-                (32, 128, 2, 4, 4),
-                (64, 128, 4, 4, 4),
-                (64, 128, 8, 3, 4),
-                (128, 128, 8, 3, 4),
-                (32, 256, 4, 3, 4),
-                (64, 64, 4, 6, 4),
-            ],
-            "out": [
-                (32, 128, 2, 4, 4),
-                (64, 128, 4, 4, 4),
-                (64, 128, 8, 3, 4),
-                (128, 128, 8, 3, 4),
-                (32, 256, 4, 3, 4),
-                (64, 64, 4, 6, 4),
-            ],
+            "qkv": narrow,
+            "out": narrow,
             "gate_up": [
-                (32, 128, 1, 4, 4),
-                (32, 128, 1, 3, 4),
                 (64, 64, 1, 4, 4),
                 (64, 128, 1, 3, 4),
-                (64, 128, 1, 4, 8),
-                (32, 64, 1, 6, 4),
-                (16, 128, 1, 4, 4),
+                (64, 64, 1, 6, 4),
+                (64, 64, 1, 3, 4),
+                (32, 64, 1, 8, 4),
+                (128, 64, 1, 3, 8),
             ],
             "down": [
                 (64, 128, 4, 4, 4),
-                (64, 128, 8, 4, 4),
-                (128, 128, 8, 3, 4),
-                (128, 64, 8, 4, 4),
                 (64, 64, 8, 6, 4),
-                (128, 128, 16, 3, 4),
+                (64, 128, 8, 3, 4),
+                (64, 64, 4, 8, 4),
+                (128, 64, 8, 5, 4),
             ],
-            "head": [
-                (128, 128, 1, 3, 4),
-                (128, 128, 1, 4, 8),
-                (64, 128, 1, 4, 4),
-                (128, 64, 1, 5, 4),
-                (256, 64, 1, 4, 8),
-            ],
+            "head": [(128, 64, 1, 5, 4), (128, 128, 1, 4, 8), (128, 128, 1, 3, 4)],
         }
         return [None, *(tiles(*sizes) for sizes in table[role])]
 
     def _attention(self, pool_of: Callable[..., Any], batch: Any) -> dict[str, Any]:
-        from common.vlm.cuda.decode_attention import Blocks, Scratch, attend, plan_items
-
         pool = pool_of(self.made, batch, self.device)
         text, width = text_config(self.made.model.config), head_dim(self.made.model.config)
-        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-        query = self._random(self.rows, heads, width)
-        out = torch.empty_like(query)
-        lane = torch.arange(self.rows, dtype=torch.int32, device=self.device)
-        tokens = torch.full_like(lane, batch.private_tokens)
+        query = self._random(self.rows, text.num_attention_heads, width)
         micros: dict[str, Any] = {}
         best: tuple[float, Any, int] | None = None
-        for items, blocks in self._attention_candidates(Blocks):
-            flat, ranges = plan_items(
-                [(slot, batch.prefix_tokens) for slot in range(self.groups)],
-                slots=self.groups,
-                items=items,
-                block=blocks.prefix_keys,
-            )
-            scratch = Scratch.make(
-                items=items,
-                kv_heads=kv_heads,
-                rows=self.samples * heads // kv_heads,
-                width=width,
-                device=self.device,
-            )
-
-            indices = [
-                torch.tensor(values, dtype=torch.int32, device=self.device)
-                for values in (flat, ranges)
-            ]
-            call = partial(
-                attend,
-                query,
-                row_lane=lane,
-                lane_row=lane,
-                lane_tokens=tokens,
-                items=indices[0],
-                ranges=indices[1],
-                scratch=scratch,
-                blocks=blocks,
-            )
-            calls = [
-                partial(call, pool.shared[n], pool.private[n], out) for n in range(len(self.layers))
-            ]
+        for items, blocks in self._attention_candidates():
             label = f"i{items} k{blocks.prefix_keys}/{blocks.own_keys} s{blocks.stages}"
-            label += f"/{blocks.own_stages} w{blocks.warps}/{blocks.own_warps}"
+            label += f" w{blocks.warps}"
+            calls = self._attention_calls(pool, batch, query, items, blocks)
             try:
                 spent = self._micros(calls)
             except Exception as error:  # noqa: BLE001 - a cut that does not fit is no candidate
@@ -254,24 +197,62 @@ class Sweep:
                 best = (spent, blocks, items)
         assert best is not None
         self.found |= {"attention": best[1], "items": best[2]}
-        chosen = f"i{best[2]} {best[1]}"
-        token_bytes = 2 * kv_heads * width * query.element_size()
+        token_bytes = 2 * text.num_key_value_heads * width * query.element_size()
         kept = self.groups * batch.prefix_tokens + self.rows * batch.private_tokens
         tbs = kept * token_bytes / best[0] / 1e6
-        return {"best": chosen, "us": best[0], "tbs": tbs, **micros}
+        return {"best": f"i{best[2]} {best[1]}", "us": best[0], "tbs": tbs, **micros}
 
-    def _attention_candidates(self, blocks: Any) -> list[tuple[int, Any]]:
+    def _attention_calls(
+        self, pool: Any, batch: Any, query: Tensor, items: int, blocks: Any
+    ) -> list[Callable[[], Any]]:
+        """The attention of every layer."""
+        from common.vlm.cuda.decode_attention import Places, Scratch, attend, plan_items
+
+        heads, kv_heads = query.shape[1], pool.shared.shape[3]
+        lane = torch.arange(self.rows, dtype=torch.int32, device=self.device)
+        flat, ranges = plan_items(
+            [(slot, batch.prefix_tokens) for slot in range(self.groups)],
+            slots=self.groups,
+            items=items,
+            block=blocks.prefix_keys,
+        )
+        places = Places(
+            row_lane=lane,
+            lane_row=lane,
+            lane_tokens=torch.full_like(lane, batch.private_tokens),
+            items=torch.tensor(flat, dtype=torch.int32, device=self.device),
+            ranges=torch.tensor(ranges, dtype=torch.int32, device=self.device),
+        )
+        scratch = Scratch.make(
+            items=items,
+            lanes=self.samples,
+            rows=self.rows,
+            kv_heads=kv_heads,
+            per_kv=heads // kv_heads,
+            width=query.shape[2],
+            device=self.device,
+        )
+        call = partial(attend, query, places=places, scratch=scratch, blocks=blocks)
+        out = torch.empty_like(query)
+        return [
+            partial(call, pool.shared[n], pool.private[n], out) for n in range(len(self.layers))
+        ]
+
+    def _attention_candidates(self) -> list[tuple[int, Any]]:
+        from common.vlm.cuda.decode_attention import Blocks
+
         if self.device.type != "cuda":
-            return [(8, blocks())]
+            return [(8, Blocks())]
         whole = 132 // text_config(self.made.model.config).num_key_value_heads
         found: list[tuple[int, Any]] = []
-        for items in (max(whole, self.groups), 2 * whole):
+        for items in sorted({max(whole, self.groups), 2 * whole, 3 * whole}):
             found += [
-                (items, blocks(prefix_keys=64, stages=3, warps=4)),
-                (items, blocks(prefix_keys=128, stages=2, warps=4)),
-                (items, blocks(prefix_keys=128, stages=3, warps=8)),
-                (items, blocks(prefix_keys=64, stages=4, warps=4, own_keys=128, own_stages=2)),
-                (items, blocks(prefix_keys=64, stages=3, warps=4, own_keys=32, own_stages=4)),
+                (items, Blocks()),
+                (items, Blocks(stages=2)),
+                (items, Blocks(stages=4)),
+                (items, Blocks(warps=8)),
+                (items, Blocks(prefix_keys=128, stages=2, warps=8)),
+                (items, Blocks(prefix_keys=32, own_keys=32, stages=4)),
             ]
         return found
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from common.config.base import FrozenConfig
 from common.rl.config import AlgorithmConfig
+from common.rl.lengths import LengthsConfig
 from common.rl.reward_config import RewardConfig
 from common.step.schedule import Schedule
 
@@ -21,11 +22,27 @@ class ModelConfig(FrozenConfig):
     """Folder in Hugging Face format: config, tokenizer, image processor, safetensors."""
     reference_path: Path | None = None
     """Folder of the reference model; unset: the same as `path`."""
+    weights: Literal["files", "random"] = "files"
+    """Where the first weights come from: `files` of the folder, or `random` values that follow from
+    the configuration and the run's seed, for measurements: the folder needs no safetensors then,
+    and policy and reference begin equal."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Dtype of the compute weights. Masters, moments and gradients are float32, or float64 with
     float64 weights."""
     train_vision: bool = False
     """Whether the vision tower and its merger are trained."""
+    kernels: Literal["auto", "plain"] = "auto"
+    """`auto`: fused kernels for bfloat16 on a GPU, the library's modules elsewhere; `plain`: the
+    library's modules everywhere."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.weights == "random" and self.reference_path is not None:
+            raise ValueError(
+                f'reference_path = {str(self.reference_path)!r} with weights = "random": the '
+                "reference has the policy's random weights; leave reference_path unset"
+            )
+        return self
 
 
 class DataConfig(FrozenConfig):
@@ -72,6 +89,18 @@ class RolloutConfig(FrozenConfig):
     """Tokens, by their text, that end a response beside the model's end-of-sequence token."""
     max_slots: int = Field(default=256, ge=1)
     """Sequences that decode at the same time."""
+    lengths: LengthsConfig | None = None
+    """Responses of set lengths in training steps, for measurements: each has exactly so many
+    tokens, whatever they are. Unset: responses end where the model ends them."""
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.lengths is not None and self.lengths.max_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"lengths.max_tokens = {self.lengths.max_tokens} is over max_new_tokens = "
+                f"{self.max_new_tokens}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _slots_hold_a_group(self) -> Self:
@@ -94,8 +123,13 @@ class TrainingConfig(FrozenConfig):
     """N: groups of one step."""
     activation_checkpointing: bool = False
     """Keep only layer inputs of the prefix forward and recompute in its backward."""
+    prefix_graphs: int | None = Field(default=None, ge=1)
+    """Most groups whose policy prefix keeps its graph at a time; those of the others run again in
+    their backward. Unset: all of a step, which is the fastest where they fit."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: only on demand and at the end."""
+    """Steps between checkpoints; 0: only on demand and, with `final_checkpoint`, at the end."""
+    final_checkpoint: bool = True
+    """Write a checkpoint after the last step whatever else is set; off for measurements."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
     host_shadow: bool = True

@@ -20,6 +20,7 @@ from common.config.recipe import Recipe
 from common.data.errors import SampleError
 from common.data.workers import SampleReader, SampleSource
 from common.errors import RollplexError
+from common.vlm.files import check_model_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +67,7 @@ def check(recipe: Recipe) -> PreflightReport:
     model_path = str(recipe.model.path)
     source = SampleSource.from_config(model_path, recipe.data)
     try:
+        check_model_files(model_path, weights=recipe.model.weights == "files")
         reader = SampleReader(source)
     except RollplexError as error:
         problem = Problem(key="model.path", value=model_path, message=str(error))

@@ -44,8 +44,8 @@ class PromptProcessor:
     """Tokenizer, chat template and image processor of one model folder."""
 
     def __init__(self, model_path: str | Path, limits: PromptLimits) -> None:
-        """Load them. Raises: ModelFilesError, UnsupportedModel."""
-        check_model_files(model_path)
+        """Load them; weights are not asked for. Raises: ModelFilesError, UnsupportedModel."""
+        check_model_files(model_path, weights=False)
         folder = Path(model_path)
         self._limits = limits
         self._config = load_config(folder)

@@ -6,6 +6,7 @@ own, so that a one-digit answer is one sampled token.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,7 +34,7 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     IMAGE_PAD,
     VIDEO_PAD,
 )
-"""Appended behind the learned vocabulary, in this order."""
+"""The last tokens of the vocabulary, in this order."""
 
 CHAT_TEMPLATE = """\
 {%- macro render(content) -%}
@@ -66,13 +67,17 @@ _BYTES = 256
 _CHAT_WORDS = "system\nuser\nassistant\n"
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_tokens: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_tokens: int, fill_to_tokens: int | None = None
+) -> PreTrainedTokenizerFast:
     """Learn merges from ``texts``.
 
     Args:
         texts: what the prompts and answers of the task look like.
         vocab_tokens: upper limit of the whole vocabulary, bytes and special tokens included. Fewer
             result where the texts do not have that many pairs.
+        fill_to_tokens: add tokens that no text leads to, before the special ones, until there are
+            this many of all; they decode to texts of their own. None: add none.
     Raises: InvalidArgument if the limit does not even hold the bytes and special tokens.
     """
     smallest = _BYTES + len(SPECIAL_TOKENS)
@@ -96,6 +101,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_tokens: int) -> PreTrainedTok
         show_progress=False,
     )
     tokenizer.train_from_iterator([_CHAT_WORDS, *texts], trainer)
+    if fill_to_tokens is not None:
+        tokenizer = _filled(tokenizer, fill_to_tokens - len(SPECIAL_TOKENS))
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -106,3 +113,11 @@ def train_tokenizer(texts: Iterable[str], *, vocab_tokens: int) -> PreTrainedTok
         clean_up_tokenization_spaces=False,
         model_max_length=1 << 20,
     )
+
+
+def _filled(tokenizer: Tokenizer, tokens: int) -> Tokenizer:
+    """The tokenizer with entries in its vocabulary that no merge makes."""
+    content = json.loads(tokenizer.to_str())
+    first = tokenizer.get_vocab_size()
+    content["model"]["vocab"] |= {f"[filler-{i}]": i for i in range(first, tokens)}
+    return Tokenizer.from_str(json.dumps(content))

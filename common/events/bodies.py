@@ -92,7 +92,10 @@ class PrefixEncoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowOpened:
-    """The first sequence of the step decodes."""
+    """The first sequence of the step decodes.
+
+    Its work is what came before: from the first group's admission to the opening.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

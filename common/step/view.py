@@ -136,7 +136,7 @@ class StepView:
         match event.body:
             case bodies.WindowOpened():
                 self.window_opened = True
-                self.window_start_ns = event.work.start_ns if event.work else None
+                self.window_start_ns = event.work.end_ns if event.work else None
             case bodies.WindowClosed() as closed:
                 self.window_closed = closed
                 self.window_end_ns = event.work.end_ns if event.work else None

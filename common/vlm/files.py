@@ -66,11 +66,13 @@ def weight_files(path: str | Path) -> tuple[Path, ...]:
     return shards
 
 
-def check_model_files(path: str | Path) -> None:
+def check_model_files(path: str | Path, *, weights: bool = True) -> None:
     """Fail early, with the file's name, if a model folder cannot serve a run.
 
     Asks for the configuration, a tokenizer, the image processor's settings, and all weights.
 
+    Args:
+        weights: False: whether there are weights does not matter.
     Raises: ModelFilesError.
     """
     folder = model_folder(path)
@@ -89,4 +91,5 @@ def check_model_files(path: str | Path) -> None:
                 f"{COMBINED_PROCESSOR_FILE} with image_processor",
                 path=str(folder / IMAGE_PROCESSOR_FILE),
             )
-    weight_files(folder)
+    if weights:
+        weight_files(folder)

@@ -39,6 +39,8 @@ from common.data.tokenizer import (
     train_tokenizer,
 )
 from common.errors import AlreadyExists, InvalidArgument
+from common.vlm.checkpoint import ARCHITECTURE
+from common.vlm.loading import empty_model
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
@@ -134,6 +136,9 @@ class TokenizerSpec(FrozenConfig):
     """Training texts, or ``module:function`` that returns them."""
     vocab_tokens: int = Field(default=384, gt=0)
     """Upper limit of the vocabulary, 256 bytes and 7 special tokens included."""
+    fill_to_tokens: int | None = Field(default=None, gt=0)
+    """Add tokens that no text leads to until there are this many, so that the model's vocabulary
+    is as large as a real one; unset: none."""
 
 
 class ModelSpec(FrozenConfig):
@@ -168,10 +173,13 @@ def load_spec(path: Path, *, sets: Sequence[str] = ()) -> ModelSpec:
     return load_config(ModelSpec, path, sets=sets)
 
 
-def initialise(spec: ModelSpec, target: Path) -> InitReport:
+def initialise(spec: ModelSpec, target: Path, *, weights: bool = True) -> InitReport:
     """Write the model folder ``target``; it appears complete or not at all.
 
     Equal specifications give equal bytes of weights, whatever the state of the process.
+
+    Args:
+        weights: False: everything but safetensors, for runs with random weights.
     Raises: AlreadyExists if ``target`` exists and is not an empty folder.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -179,13 +187,17 @@ def initialise(spec: ModelSpec, target: Path) -> InitReport:
             f"{target} exists and is not an empty folder; choose another or remove it",
             path=str(target),
         )
-    tokenizer = train_tokenizer(_texts(spec.tokenizer), vocab_tokens=spec.tokenizer.vocab_tokens)
+    tokenizer = train_tokenizer(
+        _texts(spec.tokenizer),
+        vocab_tokens=spec.tokenizer.vocab_tokens,
+        fill_to_tokens=spec.tokenizer.fill_to_tokens,
+    )
     config = build_config(spec, tokenizer)
-    model = build_model(spec, config)
+    model = build_model(spec, config) if weights else empty_model(config, dtype=torch.float32)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        _write(staging, spec, config, model, tokenizer)
+        _write(staging, spec, config, model if weights else None, tokenizer)
         staging.chmod(0o755)
         os.replace(staging, target)
     except BaseException:
@@ -298,18 +310,24 @@ def _write(
     folder: Path,
     spec: ModelSpec,
     config: Qwen2_5_VLConfig,
-    model: Qwen2_5_VLForConditionalGeneration,
+    model: Qwen2_5_VLForConditionalGeneration | None,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     text: Any = config.text_config
-    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.generation_config = GenerationConfig(
+    generation = GenerationConfig(
         bos_token_id=text.bos_token_id,
         eos_token_id=[text.eos_token_id, text.bos_token_id],
         pad_token_id=text.pad_token_id,
         do_sample=True,
     )
-    model.save_pretrained(folder, max_shard_size=size_bytes // spec.shards)
+    if model is None:
+        config.architectures = [ARCHITECTURE]
+        config.save_pretrained(folder)
+        generation.save_pretrained(folder)
+    else:
+        size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        model.generation_config = generation
+        model.save_pretrained(folder, max_shard_size=size_bytes // spec.shards)
     tokenizer.save_pretrained(folder)
     processor = json.dumps(image_processor_settings(spec.vision), indent=2)
     (folder / "preprocessor_config.json").write_text(processor + "\n")

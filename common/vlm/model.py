@@ -72,6 +72,11 @@ class SplitModel:
         """Where the weights are."""
         return self.language.embed_tokens.weight.device
 
+    @property
+    def fused(self) -> bool:
+        """Whether it runs on kernels for GPUs."""
+        return not isinstance(self._steps, PlainSteps)
+
     def vision_embeddings(self, prompt: PromptTensors, *, checkpointing: bool = False) -> Tensor:
         """Features of all images and videos, in the order of their placeholders.
 

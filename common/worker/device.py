@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from common.ids import Participant
 
 
+def wait_for(device: torch.device) -> None:
+    """Block until the calling thread's stream on a device has done everything it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDevice:
     """One device.
@@ -54,5 +60,4 @@ class WorkerDevice:
         At the end of a job in the compute thread: what the job wrote may be sealed then, what it
         read may be released, and its time is the time that it took.
         """
-        if self.torch.type == "cuda":
-            torch.cuda.current_stream(self.torch).synchronize()
+        wait_for(self.torch)

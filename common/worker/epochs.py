@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ErrorCode, RollplexError, Stale
 from common.events.bodies import TaskFailed
 from common.ids import NO_GROUP, GroupId, Participant
-from common.worker.scope import StepScope
+from common.worker.scope import StepScope, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -104,13 +104,15 @@ class EpochWork:
         """Start a task of the current epoch."""
         if self._scope is None or self._work is None:
             return
-        work = self._work.run(task, group, self._cause_id)
-        self._start(task, self._scope, task, group, self._guarded(self._scope, task, group, work))
+        run, cause_id = self._work.run, self._cause_id
+        work = self._guarded(self._scope, task, group, lambda: run(task, group, cause_id))
+        self._start(task, self._scope, task, group, work)
 
     def forget(self, group: GroupId) -> None:
         """The group was dropped."""
-        if self._work is not None:
+        if self._work is not None and self._scope is not None:
             self._work.forget(group)
+            self._scope.forget(group)
 
     def caused_by(self, event: Event) -> None:
         """What is started next is because of this event."""
@@ -188,7 +190,7 @@ class EpochWork:
             self.task_ended(name)
             raise
 
-    def _spawn_beside(self, scope: StepScope, task: Task, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn_beside(self, scope: StepScope, task: Task, work: Work) -> None:
         """Work of an epoch that is no task of the machine."""
         self._start(f"{task} loop", scope, None, None, self._guarded(scope, task, None, work))
 
@@ -197,20 +199,17 @@ class EpochWork:
         scope: StepScope,
         task: Task,
         group: GroupId | None,
-        work: Coroutine[Any, Any, None],
+        work: Work,
     ) -> None:
         """Turn an error of the epoch's work into the event that ends the epoch."""
         try:
-            await work
+            await work()
         except Exception as error:
             if scope.closed or (group is not None and not scope.view.groups[group].alive):
                 log.debug("task not wanted any more", extra={"task": task, "error": repr(error)})
                 return
             log.exception("task failed", extra={"task": task, "group": group})
             await self._report(scope, task, group, error)
-        finally:
-            # Of a coroutine that was cancelled before its first line.
-            work.close()
 
     async def _report(
         self, scope: StepScope, task: str, group: GroupId | None, error: Exception

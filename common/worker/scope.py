@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -27,7 +28,7 @@ from common.tensors.views import tensor_view
 from common.worker.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
     from concurrent.futures import Executor
 
     from common.events.bodies import Body
@@ -45,6 +46,7 @@ HOLD_TIMEOUT_S = 300.0
 """Longest wait for a storage hold; the step's own deadline is usually shorter."""
 
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, None]]
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -107,7 +109,7 @@ class StepScope:
         compute: Executor,
         device: WorkerDevice,
         publish: Callable[[Event], Awaitable[None]],
-        spawn: Callable[[StepScope, Task, Coroutine[Any, Any, None]], None],
+        spawn: Callable[[StepScope, Task, Work], None],
     ) -> None:
         self.view = view
         self.plan = view.plan
@@ -119,6 +121,7 @@ class StepScope:
         self._publish = publish
         self._spawn = spawn
         self._held: list[Releasable] = []
+        self._produced: dict[GroupId, list[Lease]] = {}
 
     async def run(self, task: Task, job: Callable[[], T]) -> Timed[T]:
         """Run a job in the compute thread, to the end of its kernels.
@@ -136,7 +139,7 @@ class StepScope:
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
 
-    def spawn(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, task: Task, work: Work) -> None:
         """Run `work` beside the tasks; an error that it raises ends the epoch."""
         self._spawn(self, task, work)
 
@@ -195,6 +198,9 @@ class StepScope:
             lease.abandon(f"{self._participant} could not fill it")
             raise
         lease.seal()
+        self._produced.setdefault(group, []).append(lease)
+        if not self.view.groups[group].alive:
+            self.forget(group)
 
     async def produce(
         self,
@@ -292,6 +298,11 @@ class StepScope:
                 body=body,
             )
         )
+
+    def forget(self, group: GroupId) -> None:
+        """The group was dropped: nobody will acquire what was produced for it."""
+        for lease in self._produced.pop(group, []):
+            lease.abandon(f"group {group} was dropped")
 
     def end(self) -> None:
         """No further work and no further events; what is held stays until `close`."""

@@ -14,8 +14,10 @@ from common.ids import Participant, WeightsVersion
 from common.tensors.spec import DType, Residency, TensorSpec
 from common.tensors.storage import Storage, StorageSpec
 from common.tensors.views import tensor_view
+from common.vlm.checkpoint import load_checkpoint
+from common.vlm.kernels import split_model
 from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
-from common.vlm.model import SplitModel
+from common.vlm.random_weights import fill_random
 from common.weights.binding import bind_parameters
 from common.worker.scope import dtype_name
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import Qwen2_5_VLConfig
 
+    from common.vlm.model import SplitModel
     from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
 
@@ -81,6 +84,22 @@ def reference_shape(context: RunContext) -> ModelShape:
     return model_shape(context, model.reference_path or model.path, train_vision=False)
 
 
+def first_weights(
+    context: RunContext, path: Path, layout: WeightLayout, flat: torch.Tensor
+) -> None:
+    """Fill a storage with what a run begins with: the folder's weights, or random ones.
+
+    Args:
+        path: model folder.
+        flat: [E]; written. Its kernels may still run.
+    Raises: what `load_checkpoint` does.
+    """
+    if context.recipe.model.weights == "random":
+        fill_random(flat, layout, seed=context.recipe.seed)
+    else:
+        load_checkpoint(path, layout, flat)
+
+
 def flat_spec(
     elements: int,
     dtype: torch.dtype,
@@ -119,4 +138,4 @@ def shared_model(
     model = empty_model(shape.config, device=context.device, dtype=context.dtype)
     flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
     bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
-    return SplitModel(model)
+    return split_model(model, context.recipe.model.kernels)

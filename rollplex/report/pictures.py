@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 WINDOW = "window"
 
-_COLOURS = {
+COLOURS = {
     "prepare": "#bab0ac",
     "policy_vision": "#76b7b2",
     "policy_prefix": "#4e79a7",
     "reference_prefix": "#59a14f",
+    "admit": "#ffbe7d",
     "decode": "#f28e2b",
     "reward": "#edc948",
     "reference_score": "#8cd17d",
@@ -30,7 +31,8 @@ _COLOURS = {
     "prefix_backward": "#b07aa1",
     "update": "#9c755f",
 }
-_OTHER = "#d3d3d3"
+"""By task, as in `timeline.jsonl`."""
+OTHER_COLOUR = "#d3d3d3"
 _SMOOTHING = 10
 _LANE_HEIGHT = 0.8
 
@@ -79,7 +81,7 @@ def draw_timeline(spans: Sequence[Span], step: StepRecord, path: Path) -> None:
         axes.broken_barh(
             [(span.start_s - origin_s, span.end_s - span.start_s)],
             (lanes.index(span.participant) - _LANE_HEIGHT / 2, _LANE_HEIGHT),
-            facecolors=_COLOURS.get(span.task, _OTHER),
+            facecolors=COLOURS.get(span.task, OTHER_COLOUR),
             edgecolor="white",
             linewidth=0.4,
             alpha=0.5 if span.task == "decode" else 1.0,

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 WINDOW_TASK = "window"
 """`task` of the timeline lines that show the decode window."""
 
+ADMIT_TASK = "admit"
+"""`task` of the timeline lines from the first admission to the opening of the window: prefills of
+the engine's own, or copies of prefixes, and waits for the groups that come first."""
+
 _NS_PER_S = 1e9
 _WINDOW_EDGES = (bodies.WindowOpened, bodies.WindowClosed)
 _PREFIX_TASKS = frozenset({Task.POLICY_PREFIX, Task.REFERENCE_PREFIX})
@@ -36,6 +40,7 @@ class StepObserver:
         self._ended_ns: int | None = None
         self._spans: list[tuple[Event, WorkSpan]] = []
         self._windows: list[Span] = []
+        self._admissions: list[Span] = []
         self._window_start_ns: int | None = None
         self._seen: set[str] = set()
 
@@ -69,7 +74,9 @@ class StepObserver:
             case bodies.StepBegan():
                 self.began_ns = received_ns
             case bodies.WindowOpened():
-                self._window_start_ns = event.work.start_ns if event.work else received_ns
+                self._window_start_ns = event.work.end_ns if event.work else received_ns
+                if event.work is not None and event.work.start_ns < event.work.end_ns:
+                    self._admissions.append((event.work.start_ns, event.work.end_ns))
             case bodies.WindowClosed():
                 end_ns = event.work.end_ns if event.work else received_ns
                 if self._window_start_ns is not None:
@@ -118,6 +125,7 @@ class StepObserver:
         ]
         rollout = Participant(service=Service.ROLLOUT)
         rows += [_span_record(plan, None, WINDOW_TASK, rollout, span) for span in self._windows]
+        rows += [_span_record(plan, None, ADMIT_TASK, rollout, span) for span in self._admissions]
         return tuple(sorted(rows, key=lambda row: (row.start_ns, row.end_ns, row.task)))
 
     def _wall_s(self) -> float:
@@ -149,6 +157,7 @@ class StepObserver:
         for _, span in self._spans:
             by_task.setdefault(span.task, []).append((span.start_ns, span.end_ns))
         metrics = {f"time_{task}_s": covered_ns(s) / _NS_PER_S for task, s in by_task.items()}
+        metrics["time_admit_s"] = covered_ns(self._admissions) / _NS_PER_S
         metrics["window_s"] = sum(end - start for start, end in self._windows) / _NS_PER_S
         prefixes = [(s.start_ns, s.end_ns) for _, s in self._spans if s.task in _PREFIX_TASKS]
         vision = sorted(

@@ -22,6 +22,7 @@ class RunSettings:
         eval_rows: rows that one evaluation uses; 0: there is no evaluation.
         eval_every_steps: 0: before the first step and after the last only.
         checkpoint_every_steps: 0: on demand and at the end only.
+        final_checkpoint: whether there is one at the end whatever else is set.
         max_drop_fraction: of all samples of the run.
         step_deadline_s: for one training step of `prompts_per_step` groups.
         replay_dir: recorded responses, fed to training steps instead of sampling; None: sample.
@@ -34,6 +35,7 @@ class RunSettings:
     eval_rows: int
     eval_every_steps: int
     checkpoint_every_steps: int
+    final_checkpoint: bool
     max_drop_fraction: float
     needs_reference: bool
     step_deadline_s: float
@@ -50,7 +52,9 @@ class RunSettings:
     def checkpoint_due(self, version: int) -> bool:
         """Whether the weights of this version are to be checkpointed unasked."""
         every = self.checkpoint_every_steps
-        return version == self.steps or (every > 0 and version > 0 and version % every == 0)
+        if version == self.steps and self.final_checkpoint:
+            return True
+        return every > 0 and version > 0 and version % every == 0
 
     def drops_allowed(self) -> int:
         """Most samples of the run that may be dropped."""

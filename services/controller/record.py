@@ -137,7 +137,8 @@ class SpanRecord:
     """One line of `timeline.jsonl`: when one piece of work ran, on the node's monotonic clock.
 
     Attributes:
-        task: a `common.step.tasks.Task` value, or "window" for the decode window.
+        task: a `common.step.tasks.Task` value, "window" for the decode window, or "admit" for what
+            the rollout does before it.
         group: None: about the whole step.
     """
 

@@ -44,6 +44,7 @@ def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int) -> RunSetti
         eval_rows=min(training.eval_prompts or eval_rows, eval_rows),
         eval_every_steps=training.eval_every_steps,
         checkpoint_every_steps=training.checkpoint_every_steps,
+        final_checkpoint=training.final_checkpoint,
         max_drop_fraction=recipe.data.max_drop_fraction,
         needs_reference=recipe.needs_reference,
         step_deadline_s=training.step_deadline_s,

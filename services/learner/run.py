@@ -13,12 +13,14 @@ from common.step.machine import Lane
 from common.step.tasks import Task
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.files import check_model_files
+from common.worker.device import wait_for
 from common.worker.threads import in_thread
 from common.worker.weights import (
     POLICY_GRADIENTS,
     POLICY_OPTIMIZER,
     POLICY_WEIGHTS,
     ModelShape,
+    first_weights,
     flat_spec,
     optimizer_spec,
     policy_shape,
@@ -83,7 +85,8 @@ class LearnerRun:
     @classmethod
     async def create(cls, context: RunContext) -> LearnerRun:
         """Open the policy's storages."""
-        check_model_files(context.recipe.model.path)
+        model = context.recipe.model
+        check_model_files(model.path, weights=model.weights == "files")
         shape = policy_shape(context)
         me, encoder = context.participant, context.peer(Service.PREFIX_ENCODER)
         layout = shape.layout
@@ -209,7 +212,12 @@ class LearnerRun:
                 holds.append(  # noqa: PERF401 - each waits
                     await storage.hold_write(version, timeout_s=_RESTORE_TIMEOUT_S)
                 )
-            await in_thread(fill)
+
+            def filled() -> None:
+                fill()
+                wait_for(self.context.device)
+
+            await in_thread(filled)
             for hold in holds:
                 await hold.publish()
         finally:
@@ -217,5 +225,8 @@ class LearnerRun:
                 hold.release()
 
     def _load_model(self) -> None:
-        base = self.context.resume_from or self.context.recipe.model.path
-        load_checkpoint(base, self.shape.layout, self.state.weights)
+        context, state = self.context, self.state
+        if context.resume_from is not None:
+            load_checkpoint(context.resume_from, state.layout, state.weights)
+        else:
+            first_weights(context, context.recipe.model.path, state.layout, state.weights)

@@ -40,7 +40,7 @@ class GroupWork:
     vision: torch.Tensor | None = None
     """[V, h]; with its graph where the tower trains."""
     policy: PrefixKV | None = None
-    """With its graph, until its backward."""
+    """With its graph, until its backward; None: not encoded yet, or to be encoded again."""
 
 
 class PrefixEncoderStep:
@@ -154,14 +154,11 @@ class PrefixEncoderStep:
         vision = work.vision
         assert vision is not None
 
-        def encode() -> PrefixKV:
-            with torch.enable_grad():
-                return self._run.policy.prefix_kv(
-                    work.prompt, vision, checkpointing=self._checkpointing
-                )
-
-        encoded = await scope.run(Task.POLICY_PREFIX, encode)
-        work.policy = encoded.value
+        keep = self._may_keep_graph()
+        encoded = await scope.run(
+            Task.POLICY_PREFIX, lambda: self._encode_policy(work.prompt, vision, with_graph=keep)
+        )
+        work.policy = encoded.value if keep else None
         consumers = [self._peer(Service.LEARNER)]
         if scope.plan.schedule in PREFILL_FROM_LEASE:
             consumers.append(self._peer(Service.ROLLOUT))
@@ -196,21 +193,39 @@ class PrefixEncoderStep:
         trained = scope.view.groups[group].trained
         work = self._groups.pop(group)
         assert trained is not None
-        assert work.policy is not None
         span: WorkSpan | None = None
         if trained.lease is not None:
-            policy = work.policy
+            prompt, vision = work.prompt, work.vision
+            assert vision is not None
+            kept, work.policy = work.policy, None
             (lease,) = await scope.acquire(trained.lease)
             gradient = tensor_view(lease, KV)
+
+            def backward() -> None:
+                policy = kept or self._encode_policy(prompt, vision, with_graph=True)
+                prefix_backward(policy, gradient)
+
             async with scope.exclusive(self._run.gradients):
-                done = await scope.run(
-                    Task.PREFIX_BACKWARD, lambda: prefix_backward(policy, gradient)
-                )
+                done = await scope.run(Task.PREFIX_BACKWARD, backward)
             span = done.span
             scope.give_back(lease)
         await scope.publish(bodies.PrefixBackpropagated(), group, span=span, cause_id=cause_id)
 
     # ---------------------------------------------------------------- helpers of the tasks
+
+    def _may_keep_graph(self) -> bool:
+        limit = self._run.context.recipe.training.prefix_graphs
+        kept = sum(1 for work in self._groups.values() if work.policy is not None)
+        return limit is None or kept < limit
+
+    def _encode_policy(
+        self, prompt: PromptTensors, vision: torch.Tensor, *, with_graph: bool
+    ) -> PrefixKV:
+        """Run the policy's prefix forward; in the compute thread."""
+        with torch.set_grad_enabled(with_graph):
+            return self._run.policy.prefix_kv(
+                prompt, vision, checkpointing=with_graph and self._checkpointing
+            )
 
     async def _export(
         self,

@@ -14,8 +14,8 @@ from common.step.machine import Lane
 from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
-from common.vlm.checkpoint import load_checkpoint
 from common.vlm.prefix import PrefixKV
+from common.worker.device import wait_for
 from common.worker.responses import LOGPROBS, packed_responses
 from common.worker.threads import in_thread
 from common.worker.weights import (
@@ -24,6 +24,7 @@ from common.worker.weights import (
     REFERENCE_VERSION,
     REFERENCE_WEIGHTS,
     ModelShape,
+    first_weights,
     flat_spec,
     reference_shape,
     shared_model,
@@ -76,12 +77,14 @@ class ReferenceRun:
             hold = await self._weights.hold_write(REFERENCE_VERSION)
             model = self.context.recipe.model
             flat = tensor_view(self._weights, FLAT)
+
+            def load() -> None:
+                path = model.reference_path or model.path
+                first_weights(self.context, path, self.shape.layout, flat)
+                wait_for(self.context.device)
+
             with hold:
-                await in_thread(
-                    lambda: load_checkpoint(
-                        model.reference_path or model.path, self.shape.layout, flat
-                    )
-                )
+                await in_thread(load)
                 await hold.publish()
         if self.model is None:
             self.model = shared_model(self.context, self.shape, self._weights, None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, LeaseId, Participant, Service
+from common.rl.lengths import response_lengths
 from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
@@ -41,6 +42,7 @@ class RolloutStep:
         self._run = run
         self._scope = scope
         self._training = scope.plan.mode is StepMode.TRAIN
+        self._lengths = run.context.recipe.rollout.lengths if self._training else None
         self._prompts: dict[GroupId, PromptText] = {}
         self._inputs: dict[GroupId, list[Lease]] = {}
         self._finished: dict[GroupId, FinishedGroup] = {}
@@ -89,7 +91,7 @@ class RolloutStep:
         rollout = recipe.rollout
         params = SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=self._run.stop_ids,
+            stop_token_ids=() if self._lengths is not None else self._run.stop_ids,
             temperature=0.0 if plan.greedy else rollout.temperature,
             top_p=1.0 if plan.greedy else rollout.top_p,
             top_k=0 if plan.greedy else rollout.top_k,
@@ -108,7 +110,7 @@ class RolloutStep:
     async def _add(self, group: GroupId) -> None:
         if not self._loop_runs:
             self._loop_runs = True
-            self._scope.spawn(Task.DECODE, self._decode())
+            self._scope.spawn(Task.DECODE, self._decode)
         self._loop.add(await self._request(group))
 
     async def _request(self, group: GroupId) -> GroupRequest:
@@ -131,20 +133,36 @@ class RolloutStep:
                 tensor_view(leases[1], EMBEDDINGS) if extra is not None and not from_lease else None
             ),
             recorded=None if self._recorded is None else self._recorded.responses(group),
+            limits=self._limits(group),
+        )
+
+    def _limits(self, group: GroupId) -> tuple[int, ...] | None:
+        if self._lengths is None:
+            return None
+        plan = self._scope.plan
+        return response_lengths(
+            self._lengths,
+            seed=self._run.context.recipe.seed,
+            step=plan.step,
+            group=group,
+            samples=plan.samples_per_group,
         )
 
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
         scope = self._scope
         self._hold = await scope.read(self._run.weights, scope.view.version)
-        opened_ns: int | None = None
+        admitting_ns = opened_ns = None
         sampled: list[FinishedGroup] = []
         async for turn in self._loop.turns():
+            if turn.admitted and admitting_ns is None:
+                admitting_ns = turn.start_ns
             for group in turn.admitted:
                 scope.give_back(*self._inputs.pop(group))
             if turn.decoding and opened_ns is None:
                 opened_ns = time.monotonic_ns()
-                span = WorkSpan(task=Task.DECODE, start_ns=opened_ns, end_ns=opened_ns)
+                start_ns = admitting_ns or opened_ns
+                span = WorkSpan(task=Task.DECODE, start_ns=start_ns, end_ns=opened_ns)
                 await scope.publish(bodies.WindowOpened(), span=span)
             for finished in turn.finished:
                 sampled.append(finished)

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Library = Literal["flash", "cudnn"]
-"""Which kernels attend where there is no packing."""
+"""Which kernels attend where there is no packing. cuDNN's are the fastest, after a plan for each
+shape has been made, which takes longer than many uses of it."""
+
+_LONG_TOKENS = 2048
+"""Prefixes from here on spend enough time in attention for plans to pay."""
+_PLANNED_TOKENS = 256
+"""Long prefixes are extended to multiples of this, so that there are few shapes to plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +49,32 @@ class PackedRow:
 class FusedAttention:
     """Implements `common.vlm.attention.AttentionBackend` for bfloat16 and float16 on CUDA."""
 
-    def __init__(self, *, prefix: Library = "flash", response: Library = "flash") -> None:
+    def __init__(self, *, prefix: Library | None = None, response: Library = "flash") -> None:
         """Choose kernels.
 
         Args:
-            prefix: for the prefix's causal attention.
-            response: for the responses' attention to the prefix.
+            prefix: for the prefix's causal attention; by its length if not given.
+            response: for the responses' attention to the prefix. Their lengths are new in every
+                group, which a library with a plan for each shape is slow at.
         """
-        self._prefix: Library = prefix
+        self._prefix: Library | None = prefix
         self._response: Library = response
 
     def prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionBackend.prefix`."""
-        return dense_attention(query, key, value, causal=True, library=self._prefix)
+        """See `AttentionBackend.prefix`.
+
+        The kernels follow from the length alone, so that every process gets the same bits.
+        """
+        if self._prefix is not None:
+            return dense_attention(query, key, value, causal=True, library=self._prefix)
+        tokens = query.shape[1]
+        if tokens < _LONG_TOKENS:
+            return dense_attention(query, key, value, causal=True, library="flash")
+        missing = -tokens % _PLANNED_TOKENS
+        # no token sees the ones behind it, so what is added at the end needs no mask
+        longer = [_extended(states, missing) for states in (query, key, value)]
+        out = dense_attention(longer[0], longer[1], longer[2], causal=True, library="cudnn")
+        return out[:, :tokens]
 
     def plan(self, prefix_tokens: int, lengths_G: Sequence[int], device: torch.device) -> PackedRow:
         """See `AttentionBackend.plan`."""
@@ -102,6 +121,13 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: PackedRow)
     Returns: [H, S, D]; differentiable.
     """
     return _Packed.apply(query, key, value, plan)
+
+
+def _extended(states: Tensor, tokens: int) -> Tensor:
+    """[heads, P + tokens, D]: zeros at the end, heads side by side in memory."""
+    if not tokens:
+        return states
+    return torch.nn.functional.pad(states.transpose(0, 1), (0, 0, 0, 0, 0, tokens)).transpose(0, 1)
 
 
 class _Dense(torch.autograd.Function):

@@ -52,7 +52,8 @@ class NormProject(torch.autograd.Function):
         normed = rms_norm(hidden, norm, eps)
         bias = stacked(biases) if biases else None
         heads = sum(head_counts)
-        states = F.linear(normed, stacked(weights), bias).view(hidden.shape[0], heads, -1)
+        flat = F.linear(normed, stacked(weights), bias)
+        states = flat.view(hidden.shape[0], heads, flat.shape[1] // heads)
         rotate_in_place(states, heads - head_counts[-1], cos, sin)
         ctx.save_for_backward(hidden, cos, sin)
         ctx.eps, ctx.head_counts = eps, head_counts

@@ -1,14 +1,12 @@
-"""Attention of one decode step: all lanes of a group against its one prefix, then their own.
+"""Attention of one decode step: all lanes of a group against its one prefix, and their own tokens.
 
-The prefix's keys are cut into items that different programs read; a row's program then reads its
-own keys and merges the items of its group by their log-sums.
+The prefixes' keys are cut into items. One launch has a program for each item and one for each
+row's own keys; a second one merges every row's parts by their log-sums.
 
 Shapes: R = rows, B = slots, S = lanes of a slot, K = key/value heads, Q = query heads of each,
 D = head width, Pc and Rc = capacities, I = items, M = S * Q.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,14 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 import triton
-import triton.language as tl
+
+from common.vlm.cuda.decode_attention_kernels import attend_parts, merge_parts
+from common.vlm.cuda.early import launch_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E = 1.4426950408889634
+_MERGED_ITEMS = 8
+"""Items of one step of the merge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,40 +35,68 @@ class Blocks:
     Attributes:
         prefix_keys: keys of one step over a prefix.
         own_keys: keys of one step over a row's own tokens.
-        stages, warps: of the prefix kernel.
-        own_stages, own_warps: of the rows' kernel.
+        stages: steps whose loads are in flight.
+        warps: of one program.
     """
 
     prefix_keys: int = 64
     own_keys: int = 64
     stages: int = 3
     warps: int = 4
-    own_stages: int = 3
-    own_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """Where items leave their results.
+    """Where the parts leave their results, all float32; log-sums in base 2.
 
     Attributes:
-        out: [I, K, M, D] float32.
-        log_sum: [I, K, M] float32, base 2.
+        item_out: [I, K, M, D].
+        item_sum: [I, K, M].
+        own_out: [R, K * Q, D].
+        own_sum: [R, K * Q].
     """
 
-    out: Tensor
-    log_sum: Tensor
+    item_out: Tensor
+    item_sum: Tensor
+    own_out: Tensor
+    own_sum: Tensor
 
     @classmethod
     def make(
-        cls, *, items: int, kv_heads: int, rows: int, width: int, device: torch.device
-    ) -> Scratch:
-        """Allocate for I items of M rows."""
-        shape = (items, kv_heads, rows)
+        cls, *, items: int, lanes: int, rows: int, kv_heads: int, per_kv: int, width: int,
+        device: torch.device,
+    ) -> Scratch:  # fmt: skip
+        """Allocate for I items of S * Q members each, and R rows."""
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        members = (items, kv_heads, lanes * per_kv)
+        heads = (rows, kv_heads * per_kv)
         return cls(
-            out=torch.empty((*shape, width), dtype=torch.float32, device=device),
-            log_sum=torch.empty(shape, dtype=torch.float32, device=device),
+            item_out=make(*members, width),
+            item_sum=make(*members),
+            own_out=make(*heads, width),
+            own_sum=make(*heads),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Which lanes the rows are, and where their keys are; all int32 on the device.
+
+    Attributes:
+        row_lane: [R], slot * S + lane of each row; -1 for a row that is not used.
+        lane_row: [B * S], the row of each lane or -1.
+        lane_tokens: [B * S], tokens in each lane before the new one.
+        items: [3 * I] and ranges: [2 * B], as from `plan_items`.
+    """
+
+    row_lane: Tensor
+    lane_row: Tensor
+    lane_tokens: Tensor
+    items: Tensor
+    ranges: Tensor
 
 
 def plan_items(
@@ -104,13 +134,10 @@ def attend(
     private: Tensor,
     out: Tensor,
     *,
-    row_lane: Tensor,
-    lane_row: Tensor,
-    lane_tokens: Tensor,
-    items: Tensor,
-    ranges: Tensor,
+    places: Places,
     scratch: Scratch,
     blocks: Blocks,
+    early: bool = False,
 ) -> None:
     """Attention of R rows.
 
@@ -118,203 +145,58 @@ def attend(
         query: [R, K * Q, D], turned.
         shared: [2, B, K, Pc, D] of one layer.
         private: [2, B, S, K, Rc, D] of one layer, the rows' new tokens included.
-        out: [R, K * Q, D]; written.
-        row_lane: [R] int32, slot * S + lane of each row; -1 for a row that is not used.
-        lane_row: [B * S] int32, the row of each lane or -1.
-        lane_tokens: [B * S] int32, tokens in each lane before the new one.
-        items, ranges: int32, as from `plan_items`.
-        scratch: for as many items.
+        out: [R, K * Q, D]; written in the rows that are used.
+        places: of the rows and their keys.
+        scratch: for as many items and rows.
         blocks: how the kernels are cut.
+        early: see `common.vlm.cuda.early`.
     """
     rows, heads, width = query.shape
     _, slots, lanes, kv_heads, room, _ = private.shape
-    per_kv = heads // kv_heads
-    count = scratch.out.shape[0]
-    group_rows = lanes * per_kv
-    block_rows = min(64, max(16, triton.next_power_of_2(group_rows)))
-    scale = width**-0.5 * 1.4426950408889634
-    width_block = triton.next_power_of_2(width)
-    _attend_prefix[(count, kv_heads, triton.cdiv(group_rows, block_rows))](
+    per_kv, items = heads // kv_heads, scratch.item_out.shape[0]
+    block_members = min(64, max(16, triton.next_power_of_2(lanes * per_kv)))
+    heads_shape = {"WIDTH": width, "PER_KV": per_kv, "KV_HEADS": kv_heads}
+    options = {"EARLY": early, **launch_options(early=early)}
+    attend_parts[(items + rows, kv_heads, triton.cdiv(lanes * per_kv, block_members))](
         query,
         shared,
-        scratch.out,
-        scratch.log_sum,
-        lane_row,
+        private,
+        scratch.item_out,
+        scratch.item_sum,
+        scratch.own_out,
+        scratch.own_sum,
+        places.row_lane,
+        places.lane_row,
+        places.lane_tokens,
+        places.items,
+        width**-0.5 * _LOG2_E,
         items,
-        scale,
         slots,
         lanes,
         shared.shape[3],
-        WIDTH=width,
-        PER_KV=per_kv,
-        KV_HEADS=kv_heads,
-        BLOCK_ROWS=block_rows,
-        BLOCK_KEYS=blocks.prefix_keys,
-        BLOCK_WIDTH=width_block,
-        num_stages=blocks.stages,
-        num_warps=blocks.warps,
-    )
-    _attend_own[(rows, kv_heads)](
-        query,
-        private,
-        out,
-        scratch.out,
-        scratch.log_sum,
-        row_lane,
-        lane_tokens,
-        ranges,
-        scale,
-        slots,
-        lanes,
         room,
-        WIDTH=width,
-        PER_KV=per_kv,
-        KV_HEADS=kv_heads,
-        BLOCK_ROWS=max(16, triton.next_power_of_2(per_kv)),
-        BLOCK_KEYS=blocks.own_keys,
-        BLOCK_WIDTH=width_block,
-        BLOCK_ITEMS=4,
-        num_stages=blocks.own_stages,
-        num_warps=blocks.own_warps,
+        **heads_shape,
+        BLOCK_MEMBERS=block_members,
+        BLOCK_HEADS=max(16, triton.next_power_of_2(per_kv)),
+        PREFIX_KEYS=blocks.prefix_keys,
+        OWN_KEYS=blocks.own_keys,
+        BLOCK_WIDTH=triton.next_power_of_2(width),
+        STAGES=blocks.stages,
+        num_warps=blocks.warps,
+        **options,
     )
-
-
-@triton.jit
-def _attend_prefix(
-    query,
-    shared,
-    part_out,
-    part_sum,
-    lane_row,
-    items,
-    scale,
-    slots,
-    lanes,
-    room,
-    WIDTH: tl.constexpr,
-    PER_KV: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    item = tl.program_id(0)
-    kv = tl.program_id(1)
-    slot = tl.load(items + 3 * item)
-    begin = tl.load(items + 3 * item + 1)
-    end = tl.load(items + 3 * item + 2)
-    if end == 0:
-        return
-    member = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    there = member < lanes * PER_KV
-    row = tl.load(lane_row + slot * lanes + member // PER_KV, mask=there, other=-1)
-    head = kv * PER_KV + member % PER_KV
-    column = tl.arange(0, BLOCK_WIDTH)
-    wide = column < WIDTH
-    q_at = query + (row * KV_HEADS * PER_KV + head)[:, None] * WIDTH + column[None, :]
-    q = tl.load(q_at, mask=(row >= 0)[:, None] & wide[None, :], other=0.0)
-    base = (slot * KV_HEADS + kv).to(tl.int64) * room * WIDTH
-    values = (tl.zeros((), dtype=tl.int64) + slots) * KV_HEADS * room * WIDTH
-    top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    mass = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), dtype=tl.float32)
-    for first in range(begin, end, BLOCK_KEYS):
-        key = first + tl.arange(0, BLOCK_KEYS)
-        inside = key < end
-        at = shared + base + key[:, None] * WIDTH + column[None, :]
-        k = tl.load(at, mask=inside[:, None] & wide[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - new[:, None])
-        shrink = tl.exp2(top - new)
-        mass = mass * shrink + tl.sum(weight, axis=1)
-        v = tl.load(at + values, mask=inside[:, None] & wide[None, :], other=0.0)
-        total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None])
-        top = new
-    place = (item * KV_HEADS + kv) * lanes * PER_KV + member
-    tl.store(part_sum + place, top + tl.log2(mass), mask=there)
-    to = part_out + place.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(to, total / mass[:, None], mask=there[:, None] & wide[None, :])
-
-
-@triton.jit
-def _attend_own(
-    query,
-    private,
-    out,
-    part_out,
-    part_sum,
-    row_lane,
-    lane_tokens,
-    ranges,
-    scale,
-    slots,
-    lanes,
-    room,
-    WIDTH: tl.constexpr,
-    PER_KV: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_ITEMS: tl.constexpr,
-):
-    row = tl.program_id(0)
-    kv = tl.program_id(1)
-    lane = tl.load(row_lane + row)
-    if lane < 0:
-        return
-    tokens = tl.minimum(tl.load(lane_tokens + lane) + 1, room)
-    slot = lane // lanes
-    member = tl.arange(0, BLOCK_ROWS)
-    there = member < PER_KV
-    column = tl.arange(0, BLOCK_WIDTH)
-    wide = column < WIDTH
-    seen = there[:, None] & wide[None, :]
-    place = (row * KV_HEADS + kv) * PER_KV + member
-    q = tl.load(query + place[:, None] * WIDTH + column[None, :], mask=seen, other=0.0)
-    base = (lane * KV_HEADS + kv).to(tl.int64) * room * WIDTH
-    values = (tl.zeros((), dtype=tl.int64) + slots) * lanes * KV_HEADS * room * WIDTH
-    top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    mass = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), dtype=tl.float32)
-    for first in range(0, tokens, BLOCK_KEYS):
-        key = first + tl.arange(0, BLOCK_KEYS)
-        inside = key < tokens
-        at = private + base + key[:, None] * WIDTH + column[None, :]
-        k = tl.load(at, mask=inside[:, None] & wide[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - new[:, None])
-        shrink = tl.exp2(top - new)
-        mass = mass * shrink + tl.sum(weight, axis=1)
-        v = tl.load(at + values, mask=inside[:, None] & wide[None, :], other=0.0)
-        total = tl.dot(weight.to(v.dtype), v, total * shrink[:, None])
-        top = new
-    first_item = tl.load(ranges + 2 * slot)
-    count = tl.load(ranges + 2 * slot + 1)
-    inner = (lane % lanes) * PER_KV + member
-    for start in range(0, count, BLOCK_ITEMS):
-        item = start + tl.arange(0, BLOCK_ITEMS)
-        used = item < count
-        at = ((first_item + item) * KV_HEADS + kv)[:, None] * lanes * PER_KV + inner[None, :]
-        both = used[:, None] & there[None, :]
-        sums = tl.load(part_sum + at, mask=both, other=float("-inf"))
-        new = tl.maximum(top, tl.max(sums, axis=0))
-        # rows past the last head have nothing but minus infinity
-        calm = tl.where(new == float("-inf"), 0.0, new)
-        weight = tl.exp2(sums - calm[None, :])
-        shrink = tl.exp2(top - calm)
-        parts = tl.load(
-            part_out + at.to(tl.int64)[:, :, None] * WIDTH + column[None, None, :],
-            mask=both[:, :, None] & wide[None, None, :],
-            other=0.0,
-        )
-        mass = mass * shrink + tl.sum(weight, axis=0)
-        total = total * shrink[:, None] + tl.sum(parts * weight[:, :, None], axis=0)
-        top = new
-    result = total / mass[:, None]
-    to = out + place[:, None] * WIDTH + column[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=seen)
+    merge_parts[(rows, heads)](
+        scratch.item_out,
+        scratch.item_sum,
+        scratch.own_out,
+        scratch.own_sum,
+        out,
+        places.row_lane,
+        places.ranges,
+        lanes,
+        **heads_shape,
+        BLOCK_ITEMS=_MERGED_ITEMS,
+        BLOCK_WIDTH=triton.next_power_of_2(width),
+        num_warps=1,
+        **options,
+    )

@@ -16,12 +16,17 @@ import triton
 import triton.language as tl
 
 from common.vlm.cuda.activations import gated_silu
+from common.vlm.cuda.early import launch_options, prefetch, take_turn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SHARED_BYTES = 220 * 1024
 """Of one program's loads in flight; with more rows than planned for, fewer steps are."""
+
+
+_LINE = tl.constexpr(64)
+"""Elements of 16 bits in a cache line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,9 @@ class Tiles:
     warps: int = 4
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) -> None:
+def linear(
+    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None, *, early: bool = False
+) -> None:
     """Parts of x @ weight^T.
 
     Args:
@@ -51,14 +58,17 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) -> None:
         weight: [n, k] contiguous.
         out: [s, R, n]; written, in its dtype. Its sum over s is the product.
         tiles: with `splits` equal to s; None for the vendor's library, then s is 1.
+        early: see `common.vlm.cuda.early`; the weights must not be a predecessor's result.
     """
     if tiles is None:
         _library_product(x, weight, out[0])
         return
-    _launch(x, weight, out, tiles, gated=False)
+    _launch(x, weight, out, tiles, gated=False, early=early)
 
 
-def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) -> None:
+def gated_linear(
+    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None, *, early: bool = False
+) -> None:
     """silu(x @ gate^T) * (x @ up^T).
 
     Args:
@@ -66,6 +76,7 @@ def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) ->
         weight: [2 n, k] contiguous, the gate's rows first.
         out: [1, R, n]; written.
         tiles: with one split; None for the vendor's library.
+        early: as in `linear`.
     """
     if tiles is None:
         joint = x @ weight.t()
@@ -73,7 +84,7 @@ def gated_linear(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles | None) ->
         gated_silu(gate, up, out[0])
         return
     assert tiles.splits == 1
-    _launch(x, weight, out, tiles, gated=True)
+    _launch(x, weight, out, tiles, gated=True, early=early)
 
 
 def splits(tiles: Tiles | None) -> int:
@@ -88,12 +99,15 @@ def _library_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool) -> None:
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool, early: bool
+) -> None:
     rows, inner = x.shape
     columns = out.shape[-1]
     block_rows = min(128, max(16, triton.next_power_of_2(rows)))
     step_bytes = (block_rows + (2 if gated else 1) * tiles.columns) * tiles.inner * x.element_size()
     steps = triton.cdiv(triton.cdiv(inner, tiles.inner), tiles.splits)
+    stages = max(1, min(tiles.stages, _SHARED_BYTES // step_bytes))
     grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(rows, block_rows))
     _product[grid](
         x,
@@ -108,9 +122,32 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=tiles.columns,
         BLOCK_INNER=tiles.inner,
-        num_stages=max(1, min(tiles.stages, _SHARED_BYTES // step_bytes)),
+        EARLY=early,
+        PREFETCH=min(stages, steps) if early else 0,
+        num_stages=stages,
         num_warps=tiles.warps,
+        **launch_options(early=early),
     )
+
+
+@triton.jit
+def _fetch(
+    weight,
+    w_row,
+    first,
+    inner,
+    columns,
+    GATED: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    line = tl.arange(0, BLOCK_INNER // _LINE) * _LINE
+    for number in tl.static_range(STEPS):
+        offset = tl.minimum((first + number) * BLOCK_INNER + line, inner - 1)
+        at = weight + w_row[:, None] * inner + offset[None, :]
+        prefetch(at)
+        if GATED:
+            prefetch(at + (tl.zeros((), dtype=tl.int64) + columns) * inner)
 
 
 @triton.jit
@@ -127,6 +164,8 @@ def _product(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
+    EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     part = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -141,6 +180,9 @@ def _product(
     above = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = part * steps
     last = tl.minimum(first + steps, tl.cdiv(inner, BLOCK_INNER))
+    # the weights are there already: fetch what the first steps read while predecessors run
+    _fetch(weight, w_row, first, inner, columns, GATED, BLOCK_INNER, PREFETCH)
+    take_turn(EARLY)
     for step in range(first, last):
         at = step * BLOCK_INNER
         if EVEN_INNER:

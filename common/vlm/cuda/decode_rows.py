@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from common.vlm.cuda.early import launch_options, take_turn
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+_HEADS_OF_PROGRAM = 8
 
-def embed(embedding: Tensor, row_lane: Tensor, lane_token: Tensor, out: Tensor) -> None:
+
+def embed(
+    embedding: Tensor, row_lane: Tensor, lane_token: Tensor, out: Tensor, *, early: bool = False
+) -> None:
     """Each row's hidden state.
 
     Args:
@@ -25,14 +31,32 @@ def embed(embedding: Tensor, row_lane: Tensor, lane_token: Tensor, out: Tensor) 
         row_lane: [R] int32, -1 for a row that is not used.
         lane_token: [B * S] int32, the token that each lane is fed.
         out: [R, h]; written, 0 for rows that are not used.
+        early: see `common.vlm.cuda.early`.
     """
     rows, width = out.shape
     block = triton.next_power_of_2(width)
-    _embed[(rows,)](embedding, row_lane, lane_token, out, width, BLOCK=block, num_warps=4)
+    options = launch_options(early=early)
+    _embed[(rows,)](
+        embedding,
+        row_lane,
+        lane_token,
+        out,
+        width,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=4,
+        **options,
+    )
 
 
 def sum_norm(
-    hidden: Tensor, parts: Tensor | None, weight: Tensor, eps: float, normed: Tensor
+    hidden: Tensor,
+    parts: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    *,
+    early: bool = False,
 ) -> None:
     """Add a product's parts to the hidden states, and norm them.
 
@@ -42,6 +66,7 @@ def sum_norm(
         weight: [h].
         eps: added to the mean square.
         normed: [R, h]; written.
+        early: see `common.vlm.cuda.early`.
     """
     rows, width = hidden.shape
     block = triton.next_power_of_2(width)
@@ -55,7 +80,9 @@ def sum_norm(
         eps,
         PARTS=0 if parts is None else parts.shape[0],
         BLOCK=block,
+        EARLY=early,
         num_warps=max(1, min(8, block // 256)),
+        **launch_options(early=early),
     )
 
 
@@ -70,6 +97,7 @@ def split_heads(
     lane_position: Tensor,
     cosines: Tensor,
     sines: Tensor,
+    early: bool = False,
 ) -> None:
     """Sum a projection's parts, turn queries and keys, and store the new keys and values.
 
@@ -82,11 +110,14 @@ def split_heads(
         lane_tokens: [B * S] int32, tokens in each lane; a full lane is not written.
         lane_position: [B * S] int32, position of each lane's first token.
         cosines, sines: [N, D] in the compute dtype.
+        early: see `common.vlm.cuda.early`.
     """
     count, rows, _ = parts.shape
     _, heads, width = query.shape
     _, slots, lanes, kv_heads, room, _ = private.shape
-    _split_heads[(rows,)](
+    all_heads = heads + 2 * kv_heads
+    block_heads = min(_HEADS_OF_PROGRAM, triton.next_power_of_2(all_heads))
+    _split_heads[(rows, triton.cdiv(all_heads, block_heads))](
         parts,
         bias,
         query,
@@ -103,14 +134,17 @@ def split_heads(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=width // 2,
-        BLOCK_HEADS=triton.next_power_of_2(heads + 2 * kv_heads),
+        BLOCK_HEADS=block_heads,
         BLOCK_HALF=triton.next_power_of_2(width // 2),
-        num_warps=8,
+        EARLY=early,
+        num_warps=4,
+        **launch_options(early=early),
     )
 
 
 @triton.jit
-def _embed(embedding, row_lane, lane_token, out, width, BLOCK: tl.constexpr):
+def _embed(embedding, row_lane, lane_token, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    take_turn(EARLY)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -126,8 +160,18 @@ def _embed(embedding, row_lane, lane_token, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_norm(
-    hidden, parts, weight, normed, rows, width, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    hidden,
+    parts,
+    weight,
+    normed,
+    rows,
+    width,
+    eps,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    take_turn(EARLY)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -144,6 +188,18 @@ def _sum_norm(
     unit = (x * scale).to(dtype).to(tl.float32)
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + at, (unit * w).to(dtype), mask=inside)
+
+
+@triton.jit
+def _halves(parts, bias, row, rows, at, inside, half, width, PARTS: tl.constexpr):
+    """Sums of a projection's parts: the first and the second half of each head."""
+    first = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(bias + at + half, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        source = parts + (part * rows + row) * width + at
+        first += tl.load(source, mask=inside, other=0.0)
+        second += tl.load(source + half, mask=inside, other=0.0)
+    return first, second
 
 
 @triton.jit
@@ -166,29 +222,25 @@ def _split_heads(
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    take_turn(EARLY)
     row = tl.program_id(0)
     lane = tl.load(row_lane + row)
     if lane < 0:
         return
     tokens = tl.load(lane_tokens + lane)
-    position = tl.load(lane_position + lane) + tokens
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    angle = (tl.load(lane_position + lane) + tokens) * 2 * HALF + tl.arange(0, BLOCK_HALF)[None, :]
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (head < HEADS + 2 * KV_HEADS) & (column < HALF)
+    narrow = column < HALF
+    inside = (head < HEADS + 2 * KV_HEADS) & narrow
     at = head * 2 * HALF + column
-    first = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(bias + at + HALF, mask=inside, other=0.0).to(tl.float32)
     width = (HEADS + 2 * KV_HEADS) * 2 * HALF
-    for part in tl.static_range(PARTS):
-        source = parts + (part * rows + row) * width + at
-        first += tl.load(source, mask=inside, other=0.0)
-        second += tl.load(source + HALF, mask=inside, other=0.0)
+    first, second = _halves(parts, bias, row, rows, at, inside, HALF, width, PARTS)
     dtype = query.dtype.element_ty
     first = first.to(dtype).to(tl.float32)
     second = second.to(dtype).to(tl.float32)
-    angle = position * 2 * HALF + column
-    narrow = column < HALF
     c1 = tl.load(cosines + angle, mask=narrow, other=0.0).to(tl.float32)
     c2 = tl.load(cosines + angle + HALF, mask=narrow, other=0.0).to(tl.float32)
     s1 = tl.load(sines + angle, mask=narrow, other=0.0).to(tl.float32)
@@ -202,9 +254,8 @@ def _split_heads(
     tl.store(to_query + HALF, turned_second, mask=is_query)
     # keys, then values: [part, lane, head, place, column]
     other = head - HEADS
-    kv = other % KV_HEADS
-    which = (other // KV_HEADS).to(tl.int64) * all_lanes
-    to_cache = private + (((which + lane) * KV_HEADS + kv) * room + tokens) * 2 * HALF + column
+    which = (other // KV_HEADS).to(tl.int64) * all_lanes + lane
+    to_cache = private + ((which * KV_HEADS + other % KV_HEADS) * room + tokens) * 2 * HALF + column
     stored = inside & (head >= HEADS) & (tokens < room)
     tl.store(to_cache, turned_first, mask=stored)
     tl.store(to_cache + HALF, turned_second, mask=stored)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.vlm.cuda.early import launch_options, take_turn
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,11 +28,12 @@ class Lanes:
     """State of all lanes of all slots, on the device; B * S lanes.
 
     Attributes:
-        state: [3, B * S] int32: `token`, `tokens` and `finished`, which are views of it.
+        state: [4, B * S] int32: `token`, `tokens`, `finished` and the bits of `logprob`.
         token: [B * S] int32, what the lane is fed next.
         tokens: [B * S] int32, how many it was fed.
         position: [B * S] int32, position of its first token.
         finished: [B * S] int32, 1 after its last token.
+        logprob: [B * S] float32, of its newest token.
         uniforms: [B * S, N] float64.
         recorded: [B * S, N] int32, the tokens to take if they are not sampled.
         chosen: [B * S, N] int32.
@@ -42,6 +45,7 @@ class Lanes:
     tokens: Tensor
     position: Tensor
     finished: Tensor
+    logprob: Tensor
     uniforms: Tensor
     recorded: Tensor
     chosen: Tensor
@@ -54,13 +58,14 @@ class Lanes:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        state = zeros(3, lanes)
+        state = zeros(4, lanes)
         return cls(
             state=state,
             token=state[0],
             tokens=state[1],
             position=zeros(lanes),
             finished=state[2],
+            logprob=state[3].view(torch.float32),
             uniforms=zeros(lanes, new_tokens, dtype=torch.float64),
             recorded=zeros(lanes, new_tokens),
             chosen=zeros(lanes, new_tokens),
@@ -113,7 +118,13 @@ class ChunkFacts:
 
 
 def choose(
-    logits: Tensor, row_lane: Tensor, lanes: Lanes, choice: Choice, facts: ChunkFacts
+    logits: Tensor,
+    row_lane: Tensor,
+    lanes: Lanes,
+    choice: Choice,
+    facts: ChunkFacts,
+    *,
+    early: bool = False,
 ) -> None:
     """Choose each row's next token and advance its lane.
 
@@ -126,9 +137,11 @@ def choose(
         lanes: read and changed.
         choice: how.
         facts: scratch for as many rows.
+        early: see `common.vlm.cuda.early`.
     """
     rows, columns = logits.shape
     chunks = facts.top.shape[1]
+    options = {"EARLY": early, **launch_options(early=early)}
     scale = 1.0 if choice.temperature == 0 else choice.temperature
     _scan[(rows, chunks)](
         logits,
@@ -142,6 +155,7 @@ def choose(
         SUPPRESSED=choice.suppressed.shape[0],
         CHUNK_COLUMNS=CHUNK,
         num_warps=8,
+        **options,
     )
     _pick[(rows,)](
         logits,
@@ -155,6 +169,7 @@ def choose(
         lanes.token,
         lanes.tokens,
         lanes.finished,
+        lanes.logprob,
         lanes.uniforms,
         lanes.recorded,
         lanes.chosen,
@@ -170,6 +185,7 @@ def choose(
         CHUNK_COLUMNS=CHUNK,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks),
         num_warps=8,
+        **options,
     )
 
 
@@ -194,7 +210,9 @@ def _scan(
     scale,
     SUPPRESSED: tl.constexpr,
     CHUNK_COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    take_turn(EARLY)
     row = tl.program_id(0)
     if tl.load(row_lane + row) < 0:
         return
@@ -210,33 +228,41 @@ def _scan(
 
 
 @triton.jit
+def _drawn(
+    logits, row, target, weights, chunk, high, columns, suppressed, scale,
+    SUPPRESSED: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The first token whose cumulative weight exceeds the target."""
+    sums = tl.cumsum(weights, axis=0)
+    # rounding may leave no chunk above the target: then the last one of any weight
+    last = tl.max(tl.where(weights > 0, chunk, 0), axis=0)
+    found = tl.minimum(tl.sum((sums <= target).to(tl.int32), axis=0), last)
+    before = tl.sum(tl.where(chunk < found, weights, 0.0), axis=0)
+    column = found * CHUNK_COLUMNS + tl.arange(0, CHUNK_COLUMNS)
+    x = _scaled(logits, row, column, columns, suppressed, scale, SUPPRESSED)
+    inner = tl.exp(x - high)
+    inner_sums = before + tl.cumsum(inner, axis=0)
+    end = tl.max(tl.where(inner > 0, column, 0), axis=0)
+    first = found * CHUNK_COLUMNS + tl.sum((inner_sums <= target).to(tl.int32), axis=0)
+    # rounding may also lead to a column of weight 0 or past the end
+    able = (inner > 0) & (column >= first)
+    return tl.min(tl.where(able, column, end), axis=0)
+
+
+@triton.jit
 def _pick(
-    logits,
-    row_lane,
-    suppressed,
-    stops,
-    limits,
-    top,
-    mass,
-    best,
-    lane_token,
-    lane_tokens,
-    lane_finished,
-    uniforms,
-    recorded,
-    chosen,
-    logprobs,
-    columns,
-    chunks,
-    most,
-    scale,
+    logits, row_lane, suppressed, stops, limits, top, mass, best,
+    lane_token, lane_tokens, lane_finished, lane_logprob, uniforms, recorded, chosen, logprobs,
+    columns, chunks, most, scale,
     GREEDY: tl.constexpr,
     FORCED: tl.constexpr,
     SUPPRESSED: tl.constexpr,
     STOPS: tl.constexpr,
     CHUNK_COLUMNS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
-):
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    take_turn(EARLY)
     row = tl.program_id(0)
     lane = tl.load(row_lane + row)
     if lane < 0:
@@ -259,28 +285,21 @@ def _pick(
         token = tl.min(tl.where(tops == high, bests, columns - 1), axis=0)
     else:
         target = tl.load(uniforms + place).to(tl.float32) * total
-        sums = tl.cumsum(weights, axis=0)
-        # rounding may leave no chunk above the target: then the last one of any weight
-        last = tl.max(tl.where(weights > 0, chunk, 0), axis=0)
-        found = tl.minimum(tl.sum((sums <= target).to(tl.int32), axis=0), last)
-        before = tl.sum(tl.where(chunk < found, weights, 0.0), axis=0)
-        column = found * CHUNK_COLUMNS + tl.arange(0, CHUNK_COLUMNS)
-        x = _scaled(logits, row, column, columns, suppressed, scale, SUPPRESSED)
-        inner = tl.exp(x - high)
-        inner_sums = before + tl.cumsum(inner, axis=0)
-        end = tl.max(tl.where(inner > 0, column, 0), axis=0)
-        first = found * CHUNK_COLUMNS + tl.sum((inner_sums <= target).to(tl.int32), axis=0)
-        # rounding may also lead to a column of weight 0 or past the end
-        able = (inner > 0) & (column >= first)
-        token = tl.min(tl.where(able, column, end), axis=0)
+        token = _drawn(
+            logits, row, target, weights, chunk, high, columns, suppressed, scale,
+            SUPPRESSED, CHUNK_COLUMNS,
+        )  # fmt: skip
     logit = tl.load(logits + row.to(tl.int64) * columns + token).to(tl.float32) / scale
     for which in tl.static_range(SUPPRESSED):
         logit = tl.where(token == tl.load(suppressed + which), float("-inf"), logit)
     over = number + 1 >= tl.load(limits + lane)
-    for which in tl.static_range(STOPS):
-        over = over | (token == tl.load(stops + which))
+    if not FORCED:
+        for which in tl.static_range(STOPS):
+            over = over | (token == tl.load(stops + which))
+    logprob = logit - high - tl.log(total)
     tl.store(chosen + place, token)
-    tl.store(logprobs + place, logit - high - tl.log(total))
+    tl.store(logprobs + place, logprob)
     tl.store(lane_token + lane, token)
     tl.store(lane_tokens + lane, number + 1)
+    tl.store(lane_logprob + lane, logprob)
     tl.store(lane_finished + lane, over.to(tl.int32))

@@ -22,7 +22,12 @@ class DecodingGroup:
     """Tokens, log-probabilities and ends of a group's responses."""
 
     def __init__(
-        self, group: GroupId, slot: int, spec: StepSpec, recorded: RecordedResponses | None
+        self,
+        group: GroupId,
+        slot: int,
+        spec: StepSpec,
+        recorded: RecordedResponses | None,
+        limits: tuple[int, ...] | None = None,
     ) -> None:
         samples = spec.samples_per_group
         self.group = group
@@ -33,6 +38,7 @@ class DecodingGroup:
         self._spec = spec
         self._stops = frozenset(spec.params.stop_token_ids)
         self._recorded = None if recorded is None else split_recording(recorded, spec)
+        self._limits = limits
         self._tokens: list[list[int]] = [[] for _ in range(samples)]
         self._logprobs: list[list[float]] = [[] for _ in range(samples)]
         self.active = list(range(samples))
@@ -48,6 +54,17 @@ class DecodingGroup:
         """The newest token of a response that has one."""
         return self._tokens[sample][-1]
 
+    def limit(self, sample: int) -> int:
+        """Most tokens that a response can come to have."""
+        if self._recorded is not None:
+            return len(self._recorded[sample])
+        return self._spec.params.max_new_tokens if self._limits is None else self._limits[sample]
+
+    @property
+    def recorded(self) -> list[list[int]] | None:
+        """The tokens that each forced response takes."""
+        return self._recorded
+
     def recorded_token(self, sample: int) -> int:
         """The token that a forced response takes next."""
         assert self._recorded is not None
@@ -61,7 +78,7 @@ class DecodingGroup:
         if self._recorded is not None:
             complete = len(tokens) == len(self._recorded[sample])
         else:
-            complete = token in self._stops or len(tokens) == self._spec.params.max_new_tokens
+            complete = token in self._stops or len(tokens) == self.limit(sample)
         if complete:
             self.active.remove(sample)
 
@@ -118,3 +135,13 @@ def split_recording(recorded: RecordedResponses, spec: StepSpec) -> list[list[in
             f"recording with lengths {lengths}: none may exceed max_new_tokens = {longest}"
         )
     return [part.tolist() for part in recorded.tokens.split(lengths)]
+
+
+def check_limits(limits: tuple[int, ...], spec: StepSpec) -> None:
+    """Raises: GroupRequestInvalid if the limits of a group's responses do not fit the step."""
+    longest = spec.params.max_new_tokens
+    if len(limits) != spec.samples_per_group or not all(1 <= n <= longest for n in limits):
+        raise GroupRequestInvalid(
+            f"limits {list(limits)}: must be {spec.samples_per_group} numbers from 1 to "
+            f"max_new_tokens = {longest}"
+        )

@@ -84,6 +84,9 @@ class GroupRequest:
     """[V, hidden] vision embeddings for the engine's own prefix forward; None: there are none."""
     recorded: RecordedResponses | None = None
     """Only and always in a forced step."""
+    limits: tuple[int, ...] | None = None
+    """[G] most tokens of each response, at least 1; None: the step's own limit for all. A recording
+    has its own lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -58,7 +60,8 @@ def prompts(model):
 
 def decoder_of(model, *, forced):
     from common.vlm.cuda.decode_sampling import Choice
-    from common.vlm.cuda.decoder import CudaDecoder, Cuts
+    from common.vlm.cuda.decode_parts import Cuts
+    from common.vlm.cuda.decoder import CudaDecoder
 
     def ints(*values):
         return torch.tensor(values, dtype=torch.int32, device="cuda")
@@ -70,7 +73,13 @@ def decoder_of(model, *, forced):
         suppressed=ints(3, 4),
         limits=torch.zeros(GROUPS * SAMPLES, dtype=torch.int32, device="cuda"),
     )
-    decoder = CudaDecoder(model, make_pool(model, NEW), choice, cuts=Cuts(items=9), positions=512)
+    decoder = CudaDecoder(
+        model,
+        make_pool(model, NEW),
+        choice,
+        cuts=dataclasses.replace(Cuts.of(rows=16), items=9),
+        positions=512,
+    )
     for prompt in prompts(model):
         decoder.start(
             admit(model, decoder.pool, prompt),
@@ -105,8 +114,8 @@ def test_forced_logprobs_equal_the_plain_path(model, graph):
     if graph:
         decoder.capture(16)
     finished = [decoder.step(16) for _ in range(NEW)]
-    assert finished[-2].finished(SAMPLES) == []
-    assert finished[-1].finished(SAMPLES) == rows
+    assert finished[-2].finished() == []
+    assert finished[-1].finished() == rows
     expected = plain_logprobs(model, recorded)
     difference = (decoder.lanes.logprobs - expected).abs()
     assert float(difference.mean()) < 0.01

@@ -41,6 +41,7 @@ SETTINGS = RunSettings(
     eval_rows=0,
     eval_every_steps=0,
     checkpoint_every_steps=0,
+    final_checkpoint=True,
     max_drop_fraction=0.5,
     needs_reference=True,
     step_deadline_s=60.0,

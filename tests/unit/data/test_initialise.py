@@ -13,6 +13,7 @@ from common.config.base import ConfigError
 from common.data.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from common.errors import AlreadyExists, InvalidArgument
 from common.vlm.checkpoint import load_checkpoint
+from common.vlm.errors import ModelFilesError
 from common.vlm.files import check_model_files
 from common.vlm.initialise import (
     ModelSpec,
@@ -161,3 +162,24 @@ def test_other_shapes_load_too(tmp_path):
     report = initialise(spec, tmp_path / "deep" / "m")
     AutoModelForImageTextToText.from_pretrained(report.path)
     assert sum(name.endswith(".safetensors") for name in report.files) >= 4
+
+
+def test_a_folder_without_weights_serves_runs_with_random_ones(tmp_path):
+    spec = ModelSpec(tokenizer=TOKENIZER.model_copy(update={"fill_to_tokens": 1000}))
+    report = initialise(spec, tmp_path / "m", weights=False)
+    assert not [name for name in report.files if name.endswith(".safetensors")]
+    assert report.parameters > 64 * 1000
+    check_model_files(report.path, weights=False)
+    with pytest.raises(ModelFilesError, match="safetensors"):
+        check_model_files(report.path)
+    assert load_config(report.path).text_config.vocab_size == 1000
+
+
+def test_filler_tokens_decode_and_are_reached_by_no_text(tmp_path):
+    spec = ModelSpec(tokenizer=TOKENIZER.model_copy(update={"fill_to_tokens": 1000}))
+    initialise(spec, tmp_path / "m", weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert len(tokenizer) == 1000
+    text = tokenizer.decode([991, 992])
+    assert text == "[filler-991][filler-992]"
+    assert max(tokenizer.encode(text, add_special_tokens=False)) < 400

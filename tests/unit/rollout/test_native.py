@@ -392,3 +392,28 @@ def test_non_finite_logits_name_group_response_and_token():
     engine = NativeEngine(model, max_slots=3)
     with pytest.raises(NonFiniteLogits, match="token 0 of response 0 of group 4 is nan"):
         decode(engine, spec(groups=(4,)), requests(model)[4:])
+
+
+def test_limits_end_each_response_and_change_no_token_before(model):
+    exact = dataclasses.replace(PARAMS, stop_token_ids=())
+    limits = [(1, 6, 3), (2, 2, 2), (6, 1, 5), (4, 4, 1), (3, 6, 6)]
+    free = decode(NativeEngine(model, max_slots=99), spec(params=exact), requests(model))
+    limited = [
+        dataclasses.replace(request, limits=limits[request.group]) for request in requests(model)
+    ]
+    found = decode(NativeEngine(model, max_slots=99), spec(params=exact), limited)
+    for group, short in finished(found).items():
+        long = finished(free)[group]
+        assert tuple(short.lengths.tolist()) == limits[group]
+        assert long.lengths.tolist() == [6] * SAMPLES
+        whole = long.tokens.split(long.lengths.tolist())
+        for sample_index, tokens in enumerate(short.tokens.split(short.lengths.tolist())):
+            assert torch.equal(tokens, whole[sample_index][: len(tokens)])
+
+
+@pytest.mark.parametrize("limits", [(1, 2), (0, 1, 2), (1, 2, 7)])
+def test_limits_that_do_not_fit_are_refused(model, limits):
+    engine = NativeEngine(model, max_slots=99)
+    engine.begin_step(spec())
+    with pytest.raises(GroupRequestInvalid, match="limits"):
+        engine.add_group(dataclasses.replace(requests(model)[0], limits=limits))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -115,6 +116,16 @@ async def test_an_aborted_epoch_cancels_its_tasks(worker):
     await worker.until(lambda: cancelled == [0, 1])
     await worker.begin(3)
     await worker.told("prepare 1 of 3")
+
+
+async def test_a_task_that_is_cancelled_before_its_first_line_leaves_nothing(worker):
+    await worker.configure()
+    for epoch in range(2, 12):
+        await worker.begin(epoch)
+        await worker.abort(epoch)
+    await worker.told("end 11")
+    await worker.quiesce()
+    gc.collect()
 
 
 async def test_preparing_waits_for_the_compute_job_of_an_ended_epoch(worker):
@@ -262,7 +273,10 @@ async def test_a_lost_broker_ends_the_run_until_it_is_configured_again(mortal_br
         await worker.told("prepare 1 of 2")
         mortal_broker.process.kill()
         await worker.told("close")
+        # Both halves of the link report its loss.
+        await asyncio.sleep(0.05)
         assert script.told[-2:] == ["end 2", "close"]
+        assert script.told.count("close") == 1
         assert worker.actor.status().phase == "unconfigured"
 
 

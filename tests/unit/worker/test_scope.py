@@ -128,6 +128,17 @@ async def test_a_lease_that_could_not_be_filled_is_abandoned(broker, open_scope)
     await broker.settle(0)
 
 
+async def test_what_was_produced_for_a_dropped_group_is_freed(broker, open_scope):
+    producer, consumer = open_scope(ENCODER), open_scope(LEARNER)
+    lease_id = await producer.produce(fill=lambda out: None, **to_learner(producer))
+    producer.forget(GroupId(1))
+    assert [entry.lease_id for entry in (await broker.ledger()).entries] == [lease_id]
+    producer.forget(GroupId(0))
+    await broker.settle(0)
+    with pytest.raises(StaleLease, match="group 0 was dropped"):
+        await consumer.acquire(lease_id)
+
+
 async def test_nothing_is_published_or_computed_after_the_end(open_scope):
     scope = open_scope(LEARNER)
     scope.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -40,7 +41,8 @@ def make_pool(config, response_tokens):
 
 def make_decoder(model, params=PARAMS, *, forced=False):
     from common.vlm.cuda.decode_sampling import Choice
-    from common.vlm.cuda.decoder import CudaDecoder, Cuts
+    from common.vlm.cuda.decode_parts import Cuts
+    from common.vlm.cuda.decoder import CudaDecoder
 
     pool = make_pool(model.config, NEW)
     choice = Choice(
@@ -50,7 +52,9 @@ def make_decoder(model, params=PARAMS, *, forced=False):
         suppressed=torch.tensor(params.suppressed_token_ids, dtype=torch.int32),
         limits=torch.zeros(9, dtype=torch.int32),
     )
-    return CudaDecoder(model, pool, choice, cuts=Cuts(items=5), positions=256)
+    return CudaDecoder(
+        model, pool, choice, cuts=dataclasses.replace(Cuts.of(rows=8), items=5), positions=256
+    )
 
 
 @pytest.fixture
@@ -105,7 +109,7 @@ def test_forced_logprobs_equal_the_plain_path(model):
     slots = started(decoder, model)
     decoder.lanes.recorded[: 2 * SAMPLES] = recorded.view(-1, NEW)
     decoder.set_rows([(s, lane) for s in slots for lane in range(SAMPLES)], bucket=8)
-    finished = [decoder.step(8).finished(SAMPLES) for _ in range(NEW)]
+    finished = [decoder.step(8).finished() for _ in range(NEW)]
     logits = plain_logits(model, recorded)
     expected = score(logits.view(-1, logits.shape[-1]), recorded.view(-1), PARAMS)
     actual = decoder.lanes.logprobs[: 2 * SAMPLES].view(-1)
@@ -152,7 +156,7 @@ def test_rows_may_be_dropped_and_end_at_their_limits(model):
     lengths = dict.fromkeys(rows, NEW)
     for number in range(NEW):
         decoder.set_rows(rows, bucket=6)
-        over = decoder.step(6).finished(SAMPLES)
+        over = decoder.step(6).finished()
         lengths |= dict.fromkeys(over, number + 1)
         rows = [row for row in rows if row not in over]
     assert rows == []

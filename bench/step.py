@@ -1,0 +1,230 @@
+"""One training step under each schedule, in the real services, against its bound.
+
+`python -m bench.step --workload A2 --schedules serial,rollplex,fused --steps 5 --warmup 2
+--device cuda --json out.json --png timeline.png` starts a node of its own and runs every schedule
+on equal weights, prompts and response lengths. A schedule may be named more than once: `serial` at
+the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it.
+
+Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.step_flops import ModelSizes
+from bench.step_inputs import SEED, make_model, recipe, write_rows
+from bench.step_memory import MemoryTrace, memory_trace
+from bench.step_picture import PicturedStep, draw_steps
+from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
+from bench.step_workloads import WORKLOADS, Workload, workload
+from common.governor.table import H200, load_table
+from common.step.schedule import Schedule
+from rollplex.client import Client
+from rollplex.models import Run, RunState
+from rollplex.verify.node import temporary_node
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PEAK_TFLOPS = 780.0
+"""bf16 product of 8192-cubed matrices on an H200."""
+_CREATE = timedelta(minutes=10)
+_PATIENCE = timedelta(seconds=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns: 0 if every run ended well."""
+    options = _parser().parse_args(argv)
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rollplex-step-", dir=options.work) as folder:
+        report = asyncio.run(measure(options, Path(folder).absolute()))
+    text = json.dumps(report, indent=1)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0 if all("error" not in found for found in report["schedules"].values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
+    add = parser.add_argument
+    add("--workload", choices=sorted(WORKLOADS), default="A2")
+    add("--schedules", default="serial,rollplex,fused", help="separated by commas, in this order")
+    add("--steps", type=int, default=5, help="timed steps of each schedule")
+    add("--warmup", type=int, default=2, help="steps before them")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--scale", choices=("full", "tiny"), default="full")
+    add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
+    add("--graphs", type=int, help="prefix graphs that are kept at a time; by default all")
+    add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
+    add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
+    add("--data-workers", type=int, default=4)
+    add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
+    add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
+    add("--keep", type=Path, help="folder for the runs' files and the services' logs")
+    add("--json", type=Path)
+    add("--png", type=Path)
+    return parser
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run every schedule on a node of its own in `folder`. Returns: the report."""
+    work = workload(options.workload, scale=options.scale)
+    labels = _labels(options.schedules.split(","))
+    model = make_model(work, folder / "model")
+    rows = write_rows(work, model, folder / "rows", rows=2 * work.prompts)
+    _say(f"{2 * work.prompts} prompts of {work.prompt_tokens} tokens written")
+    runs: dict[str, Run] = {}
+    try:
+        async with (
+            temporary_node(
+                folder / "node", device=options.device, arena_gib=options.arena_gib
+            ) as address,
+            await Client.connect(address) as client,
+            memory_trace(client, device=options.device) as memory,
+        ):
+            for label, schedule in labels.items():
+                asked = recipe(
+                    work,
+                    schedule,
+                    model=model,
+                    rows=rows,
+                    steps=options.warmup + options.steps,
+                    checkpointing=options.checkpointing,
+                    prefix_graphs=options.graphs,
+                    data_workers=options.data_workers,
+                )
+                run = await client.create_run(
+                    asked, run_dir=folder / "runs" / label, deadline=_CREATE
+                )
+                runs[label] = await client.wait_run(run.run_id, patience=_PATIENCE)
+                _say(f"{label}: {runs[label].state} {runs[label].reason}")
+    finally:
+        if options.keep is not None:
+            _keep(folder, options.keep)
+    return _report(options, work, model, labels, runs, memory)
+
+
+def _labels(schedules: Sequence[str]) -> dict[str, str]:
+    """Schedules by label: their own names, numbered from the second time on."""
+    seen: Counter[str] = Counter()
+    labels: dict[str, str] = {}
+    for schedule in schedules:
+        if schedule not in list(Schedule):
+            raise SystemExit(f"--schedules: {schedule!r}; legal are {', '.join(Schedule)}")
+        seen[schedule] += 1
+        labels[schedule if seen[schedule] == 1 else f"{schedule}-{seen[schedule]}"] = schedule
+    return labels
+
+
+def _report(
+    options: argparse.Namespace,
+    work: Workload,
+    model: Path,
+    labels: dict[str, str],
+    runs: dict[str, Run],
+    memory: MemoryTrace,
+) -> dict[str, Any]:
+    sizes = ModelSizes.of(model)
+    table = H200 if options.table is None else load_table(options.table)
+    figures: dict[str, dict[str, Any]] = {}
+    pictured: list[PicturedStep] = []
+    failed: dict[str, dict[str, Any]] = {}
+    for label, run in runs.items():
+        run_dir = Path(run.run_dir)
+        steps = timed_steps(run_dir, warm_up=options.warmup)
+        if run.state is not RunState.SUCCEEDED or not steps:
+            failed[label] = {"schedule": labels[label], "error": f"{run.state}: {run.reason}"}
+            continue
+        figures[label] = {
+            "schedule": labels[label],
+            "restarts": run.restarts,
+            **run_figures(
+                run_dir,
+                warm_up=options.warmup,
+                work=work,
+                sizes=sizes,
+                memory=memory,
+                peak_tflops=options.peak_tflops,
+            ),
+        }
+        typical = typical_step(steps)
+        pictured.append(
+            PicturedStep(
+                label=label,
+                step_s=typical.wall.total_seconds(),
+                spans=spans_of(run_dir, [typical]),
+            )
+        )
+    compare(
+        figures,
+        work=work,
+        seed=SEED,
+        step_numbers=range(options.warmup, options.warmup + options.steps),
+        table=table,
+    )
+    if options.png is not None and pictured:
+        title = f"workload {options.workload}, {options.scale}, {options.device}"
+        draw_steps(pictured, memory, options.png, title=title)
+    return {
+        "command": " ".join(["python -m bench.step", *sys.argv[1:]]),
+        "conditions": _conditions(options.device),
+        "workload": {"name": options.workload, "lengths": work.lengths.model_dump()},
+        "table": table.device,
+        "schedules": {label: figures.get(label) or failed[label] for label in runs},
+    }
+
+
+def _conditions(device: str) -> dict[str, Any]:
+    """What the figures depend on."""
+    git = shutil.which("git")
+    commit = (
+        subprocess.run([git, "rev-parse", "HEAD"], capture_output=True)  # noqa: S603
+        if git
+        else None
+    )
+    found: dict[str, Any] = {
+        "commit": commit.stdout.decode().strip() or None if commit else None,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+    }
+    if device == "cuda":
+        import pynvml
+
+        pynvml.nvmlInit()
+        found |= {
+            "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+        }
+    return found
+
+
+def _keep(folder: Path, target: Path) -> None:
+    """Copy the runs' files and the services' logs."""
+    for source in (folder / "runs", folder / "node" / "logs"):
+        if source.is_dir():
+            shutil.copytree(source, target / source.name, dirs_exist_ok=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The model folder, the prompts and the recipes of a measurement."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from common.config.loading import check
+from common.config.recipe import Recipe
+from common.data.processor import PromptLimits, PromptProcessor
+from common.errors import InvalidArgument
+from common.vlm.initialise import initialise, load_spec
+from common.vlm.loading import load_config, vision_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.step_workloads import Workload
+
+SEED = 11
+REWARD = "rollplex.verify.task:checksum_reward"
+"""In [0, 1), by every byte of the response."""
+KL_COEFFICIENT = 0.04
+_QUESTION = "What is shown here? "
+
+
+def make_model(work: Workload, folder: Path) -> Path:
+    """Write the model folder, without weights: every run makes the same random ones."""
+    return initialise(load_spec(work.model), folder, weights=False).path
+
+
+def write_rows(work: Workload, model: Path, folder: Path, *, rows: int) -> Path:
+    """Write prompts of random pixels that have exactly the workload's tokens.
+
+    Returns: a JSONL file as `[data] train` reads it.
+    Raises: InvalidArgument if the pixels alone are more tokens than that.
+    """
+    folder.mkdir(parents=True)
+    processor = PromptProcessor(model, PromptLimits(max_prompt_tokens=1 << 20))
+    vision = vision_config(load_config(model))
+    pixels = vision.patch_size * vision.spatial_merge_size
+    shape = (work.frames, work.grid[0] * pixels, work.grid[1] * pixels, 3)
+    digits: int | None = None
+    lines: list[str] = []
+    for index in range(rows):
+        generator = np.random.default_rng((SEED, index))
+        media = _media(folder, generator.integers(0, 256, size=shape, dtype=np.uint8), index)
+        if digits is None:
+            # Every decimal digit is one token of the folder's tokenizer.
+            row = _row(folder, media, _QUESTION, index)
+            digits = work.prompt_tokens - len(processor.prepare(row, sample="0").prompt().token_ids)
+            if digits < 0:
+                raise InvalidArgument(
+                    f"prompt_tokens = {work.prompt_tokens} with frames = {work.frames}, grid = "
+                    f"{work.grid}: the shortest such prompt has {work.prompt_tokens - digits}"
+                )
+        text = _QUESTION + "".join(str(d) for d in generator.integers(0, 10, size=digits))
+        lines.append(json.dumps(_row(None, media, text, index)))
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def recipe(
+    work: Workload,
+    schedule: str,
+    *,
+    model: Path,
+    rows: Path,
+    steps: int,
+    checkpointing: bool,
+    prefix_graphs: int | None,
+    data_workers: int,
+) -> Recipe:
+    """A run of the workload under one schedule; all but the schedule are equal."""
+    tree = {
+        "name": f"bench-{schedule}",
+        "seed": SEED,
+        "model": {
+            "path": str(model),
+            "weights": "random",
+            "dtype": work.dtype,
+            "train_vision": work.train_vision,
+        },
+        "data": {
+            "train": str(rows),
+            "max_prompt_tokens": work.prompt_tokens,
+            "workers": data_workers,
+        },
+        "rollout": {
+            "samples_per_group": work.samples,
+            "max_new_tokens": work.lengths.max_tokens,
+            "max_slots": work.prompts * work.samples,
+            "lengths": work.lengths.model_dump(),
+        },
+        "reward": {"functions": [{"function": REWARD}]},
+        "algorithm": {"kl_coefficient": KL_COEFFICIENT, "learning_rate": 1e-6},
+        "training": {
+            "schedule": schedule,
+            "steps": steps,
+            "prompts_per_step": work.prompts,
+            "activation_checkpointing": checkpointing,
+            "prefix_graphs": prefix_graphs,
+            "final_checkpoint": False,
+            "host_shadow": False,
+        },
+    }
+    return check(Recipe, tree, source="bench.step")
+
+
+def _media(folder: Path, frames_THWC: np.ndarray, index: int) -> dict[str, Any]:
+    """A content part; one frame is a picture. Its path is relative to the folder."""
+    if len(frames_THWC) == 1:
+        name = f"picture-{index}.png"
+        Image.fromarray(frames_THWC[0]).save(folder / name, compress_level=1)
+        return {"type": "image", "image": name}
+    name = f"clip-{index}.npy"
+    np.save(folder / name, frames_THWC)
+    return {"type": "video", "video": name, "fps": 2.0}
+
+
+def _row(folder: Path | None, media: dict[str, Any], text: str, index: int) -> dict[str, Any]:
+    """Args: folder: put before the media's path; None: leave it relative."""
+    kind = media["type"]
+    part = media if folder is None else {**media, kind: str(folder / media[kind])}
+    content = [part, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": content}], "index": index}

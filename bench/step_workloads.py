@@ -1,0 +1,119 @@
+"""What one measured step consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.rl.lengths import LengthsConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_FOLDER = Path(__file__).with_name("workloads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One workload.
+
+    Attributes:
+        model: specification of the model folder.
+        prompt_tokens: P of every prompt, exactly.
+        frames: of the prompt's video; 1: a picture instead.
+        grid: merged patches down and across of a frame.
+        prompts: N of a step.
+        samples: G of a prompt.
+        lengths: of the responses.
+        train_vision: whether the vision tower is trained.
+        dtype: of the compute weights.
+    """
+
+    model: Path
+    prompt_tokens: int
+    frames: int
+    grid: tuple[int, int]
+    prompts: int
+    samples: int
+    lengths: LengthsConfig
+    train_vision: bool
+    dtype: str
+
+
+def workload(name: str, *, scale: str) -> Workload:
+    """The workload of that name at that scale.
+
+    Args:
+        name: a key of `WORKLOADS`.
+        scale: `full`, or `tiny` for a rehearsal on a CPU.
+    """
+    return WORKLOADS[name] if scale == "full" else TINY[name]
+
+
+def _full(
+    *,
+    prompt_tokens: int,
+    frames: int,
+    grid: tuple[int, int],
+    lengths: LengthsConfig,
+    train_vision: bool = False,
+) -> Workload:
+    return Workload(
+        model=_FOLDER / "model_3b.toml",
+        prompt_tokens=prompt_tokens,
+        frames=frames,
+        grid=grid,
+        prompts=8,
+        samples=8,
+        lengths=lengths,
+        train_vision=train_vision,
+        dtype="bfloat16",
+    )
+
+
+def _tiny(lengths: LengthsConfig, *, frames: int = 4, train_vision: bool = False) -> Workload:
+    return Workload(
+        model=_FOLDER / "model_tiny.toml",
+        prompt_tokens=64,
+        frames=frames,
+        grid=(3, 4),
+        prompts=3,
+        samples=4,
+        lengths=lengths,
+        train_vision=train_vision,
+        dtype="float32",
+    )
+
+
+_LONG_TAIL = LengthsConfig(kind="heavy-tail", max_tokens=1024, median_tokens=300)
+_SHORT_TAIL = LengthsConfig(kind="heavy-tail", max_tokens=512, median_tokens=160)
+
+WORKLOADS: Mapping[str, Workload] = {
+    "A": _full(prompt_tokens=6144, frames=32, grid=(19, 20), lengths=_LONG_TAIL),
+    "A2": _full(prompt_tokens=6144, frames=32, grid=(19, 20), lengths=_SHORT_TAIL),
+    "B": _full(
+        prompt_tokens=6144,
+        frames=32,
+        grid=(19, 20),
+        lengths=LengthsConfig(kind="fixed", max_tokens=128),
+    ),
+    "C": _full(prompt_tokens=1024, frames=8, grid=(15, 16), lengths=_LONG_TAIL),
+    "T": _full(
+        prompt_tokens=6146,
+        frames=1,
+        grid=(78, 78),
+        lengths=LengthsConfig(kind="fixed", max_tokens=256),
+        train_vision=True,
+    ),
+}
+"""A, A2, B: long video prompts; C: short ones, where overlap should hardly pay; T: one large
+picture and a trained tower."""
+
+TINY: Mapping[str, Workload] = {
+    "A": _tiny(LengthsConfig(kind="heavy-tail", max_tokens=48, median_tokens=12)),
+    "A2": _tiny(LengthsConfig(kind="heavy-tail", max_tokens=24, median_tokens=8)),
+    "B": _tiny(LengthsConfig(kind="fixed", max_tokens=8)),
+    "C": _tiny(LengthsConfig(kind="uniform", max_tokens=24)),
+    "T": _tiny(LengthsConfig(kind="fixed", max_tokens=12), frames=1, train_vision=True),
+}

@@ -1,0 +1,1 @@
+"""How many SMs background work may fill while sequences decode."""

@@ -1,0 +1,80 @@
+"""Nodes for the run tests, and the model that their runs train."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.vlm.initialise import initialise, load_spec
+from tests.integration.runs.lab import Lab
+from tests.integration.runs.node import REPOSITORY, Node, deployment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    initialise(load_spec(SPEC), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """The node of all tests that leave it as it was."""
+    with _running(request) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def mortal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, whose processes it may kill."""
+    with _running(request) as node:
+        yield node
+
+
+@pytest.fixture(scope="session")
+def lab(node: Node, model: Path) -> Lab:
+    return Lab(node, model)
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that failed must not leave its run in the way of the next one's."""
+    yield
+    for name in ("node", "mortal_node"):
+        if name in request.fixturenames:
+            asyncio.run(_stop_all(request.getfixturevalue(name)))
+
+
+async def _stop_all(node: Node) -> None:
+    async with node.client() as client:
+        for run in await client.list_runs():
+            if not run.state.ended:
+                await client.stop(run.run_id)
+                await client.wait_run(run.run_id)
+
+
+@contextmanager
+def _running(request: pytest.FixtureRequest) -> Iterator[Node]:
+    failed_before = request.session.testsfailed
+    # Not pytest's folder: its long names make a Unix socket's path too long.
+    with tempfile.TemporaryDirectory(prefix="rollplex-runs-") as name:
+        folder = Path(name)
+        node = Node(deployment(folder / "node", name="runs"), folder)
+        try:
+            node.start()
+            yield node
+        finally:
+            node.stop()
+            if request.session.testsfailed > failed_before:
+                sys.stdout.write(node.complaints())

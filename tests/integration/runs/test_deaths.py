@@ -1,0 +1,94 @@
+"""Every process of a node is killed once in one run, which has to end as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from rollplex.models import RunState
+from tests.integration.runs.lab import Lab
+from tests.integration.runs.moments import (
+    BROKER,
+    CONTROLLER,
+    ENCODER,
+    LEARNER,
+    REDIS,
+    REFERENCE,
+    ROLLOUT,
+    VICTIMS,
+    Striker,
+)
+from tests.integration.runs.node import gone, send
+from tests.integration.runs.recipes import different, final_tensors, recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis]
+
+STEPS = 30
+HANGS_S = 5.0
+PATIENCE = timedelta(seconds=90)
+BLOWS = (
+    (Striker.window, BROKER),
+    (Striker.begun, CONTROLLER),
+    (Striker.updating, REDIS),
+    (Striker.window, ROLLOUT),
+    (Striker.encoder_accumulates, ENCODER),
+    (Striker.scoring, REFERENCE),
+    (Striker.durable, LEARNER),
+    (Striker.updating, BROKER),
+)
+
+
+@pytest.fixture(scope="module")
+def mortal_lab(mortal_node, model):
+    return Lab(mortal_node, model)
+
+
+@asynccontextmanager
+async def disturbed(lab, name, **training):
+    """A run to be struck; at the end it has to equal the undisturbed one, bit for bit."""
+    undisturbed = recipe(lab.model, training={"steps": STEPS})
+    wanted = recipe(lab.model, training={"steps": STEPS, **training})
+    async with lab.node.client() as client:
+        (calm,) = await lab.succeeded({"calm": undisturbed})
+        run = await client.create_run(wanted, run_dir=lab.node.folder / name)
+        async with Striker(lab.node, client, run) as striker:
+            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
+            yield striker
+            run = await ended
+    assert run.state is RunState.SUCCEEDED, run.reason
+    assert run.steps_done == STEPS
+    assert run.restarts >= 1
+    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+
+
+@pytest.mark.timeout(400)
+async def test_a_run_survives_the_death_of_every_process(mortal_lab):
+    async with disturbed(mortal_lab, "killed") as striker:
+        struck = [await moment(striker, victim) for moment, victim in BLOWS]
+    assert len({blow.step for blow in struck}) == len(BLOWS)
+    assert {blow.victim for blow in struck} == set(VICTIMS)
+
+
+@pytest.mark.timeout(180)
+async def test_services_that_are_asked_to_end_abandon_the_step(mortal_lab):
+    """The rollout is held still in the window, so that the others wait for it, for ever."""
+    node = mortal_lab.node
+    async with disturbed(mortal_lab, "terminated") as striker, striker.window_held():
+        asked = {name: node.pid(name) for name in (ENCODER, LEARNER)}
+        for pid in asked.values():
+            send(pid, signal.SIGTERM)
+        assert not await gone(set(asked.values()), within_s=node.deployment.deadlines.drain_s)
+    for name in asked:
+        assert "cut off" not in node.log(name)
+
+
+@pytest.mark.timeout(180)
+async def test_a_service_that_hangs_costs_an_attempt(mortal_lab):
+    hung = disturbed(mortal_lab, "hung", step_deadline_s=HANGS_S)
+    async with hung as striker, striker.window_held():
+        await striker.aborted()

@@ -1,0 +1,52 @@
+"""What trains, what does not, and what must not change the result."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.runs.recipes import checkpoint_tensors, different, recipe
+from tests.integration.runs.task import text_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(240)]
+
+VISION = "visual"
+
+
+async def test_a_frozen_tower_keeps_its_bits_and_a_trained_one_does_not(lab):
+    frozen, trained = await lab.succeeded(
+        {
+            "frozen": recipe(lab.model, model={"train_vision": False}),
+            "rollplex": recipe(lab.model),
+        }
+    )
+    start = checkpoint_tensors(lab.model)
+    for finished, tower_moves in ((frozen, False), (trained, True)):
+        weights = {name: t for name, t in finished.tensors.items() if name in start}
+        assert weights.keys() == start.keys()
+        moved = different(start, weights)
+        assert any(VISION in name for name in moved) is tower_moves
+        assert any(VISION not in name for name in moved)
+    # Frozen parameters have no optimizer state either.
+    assert frozen.tensors["moments"].size < trained.tensors["moments"].size
+
+
+async def test_activation_checkpointing_changes_no_bit(lab):
+    plain, checkpointed = await lab.succeeded(
+        {
+            "rollplex": recipe(lab.model),
+            "checkpointed": recipe(lab.model, training={"activation_checkpointing": True}),
+        }
+    )
+    assert different(plain.tensors, checkpointed.tensors) == []
+
+
+async def test_prompts_without_pictures(lab):
+    source = f"{text_rows.__module__}:{text_rows.__name__}"
+    (finished,) = await lab.succeeded({"text": recipe(lab.model, data={"train": source})})
+    assert finished.run.samples_dropped == 0
+    start = checkpoint_tensors(lab.model)
+    weights = {name: t for name, t in finished.tensors.items() if name in start}
+    moved = different(start, weights)
+    assert moved
+    # Nothing reached the tower, though it trains.
+    assert not [name for name in moved if VISION in name]
