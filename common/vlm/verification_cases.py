@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,9 @@ from common.vlm.tiny import FIRST_TEXT_ID, tiny_prompt
 from common.vlm.verification import SplitCase
 
 if TYPE_CHECKING:
-    from transformers import Qwen2_5_VLConfig
     from collections.abc import Sequence
+
+    from transformers import Qwen2_5_VLConfig
 
 CASES: dict[str, dict[str, Any]] = {
     "one image, one response empty": {"lengths": (5, 1, 0, 9), "images": [(1, 6, 8)]},

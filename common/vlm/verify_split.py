@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from common.vlm.bound import bound_model
 from common.vlm.tiny import tiny_config
 from common.vlm.verification import decode_vs_monolithic, split_vs_monolithic
 from common.vlm.verification_cases import all_cases
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Kernels of a decode step's attention; see `decode_attention` for shapes and meaning."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton types the arguments of its kernels
 from __future__ import annotations
 
 import triton

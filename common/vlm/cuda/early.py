@@ -6,7 +6,7 @@ kernels after it rely on it for the end of the kernels before it.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: ANN001, ANN202 - Triton types the arguments of its kernels
+# ruff: noqa: ANN001, ANN201 - Triton types the arguments of its kernels
 from __future__ import annotations
 
 import triton

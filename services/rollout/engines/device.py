@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from services.rollout.engines.protocol import GroupRequest, StepSpec
 
 _SMALL_BUCKETS = (16, 64)
-"""Row numbers with a graph, below the powers of two: a step's time hardly depends on its rows there,
-and every graph has to be captured anew for each step's K/V."""
+"""Row numbers with a graph, below the powers of two. A step's time hardly depends on its rows
+there, and every graph has to be captured anew for each step's K/V."""
 
 
 def samples_on_device(params: SamplingParams) -> bool:

@@ -59,8 +59,8 @@ def prompts(model):
 
 
 def decoder_of(model, *, forced):
-    from common.vlm.cuda.decode_sampling import Choice
     from common.vlm.cuda.decode_parts import Cuts
+    from common.vlm.cuda.decode_sampling import Choice
     from common.vlm.cuda.decoder import CudaDecoder
 
     def ints(*values):

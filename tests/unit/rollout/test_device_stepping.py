@@ -1,4 +1,4 @@
-"""The engine on the device decoder against itself on plain operations, with Triton's interpreter."""
+"""The engine on the device decoder and on plain operations, with Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def make_pool(config, response_tokens):
 
 
 def make_decoder(model, params=PARAMS, *, forced=False):
-    from common.vlm.cuda.decode_sampling import Choice
     from common.vlm.cuda.decode_parts import Cuts
+    from common.vlm.cuda.decode_sampling import Choice
     from common.vlm.cuda.decoder import CudaDecoder
 
     pool = make_pool(model.config, NEW)
