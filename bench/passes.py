@@ -8,7 +8,6 @@ Prints one line a case, then all again as a table; `--only prefix,vision` limits
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from common.vlm.cuda.attention import Library
     from common.vlm.prompt import PromptTensors
 
 
@@ -235,17 +235,22 @@ def variants(made: RandomModel, device: torch.device) -> dict[str, SplitModel]:
             from common.vlm.cuda.fused import FusedSteps
 
             steps = FusedSteps(vision=PlainBlocks())
-            models["fused/flash/flash"] = SplitModel(made.model, steps=steps)
+            models["fused"] = SplitModel(made.model, steps=steps)
         return models
     from common.vlm.cuda.attention import FusedAttention
     from common.vlm.cuda.fused import FusedBlocks, FusedSteps
+    from common.vlm.kernels import split_model
 
-    models = {"plain": SplitModel(made.model, attention=FlexConcatenated())}
-    for prefix, response in itertools.product(("flash", "cudnn"), repeat=2):
-        whole = None if prefix == "flash" else "cudnn"
-        models[f"fused/{prefix}/{response}"] = SplitModel(
+    models = {
+        "plain": SplitModel(made.model, attention=FlexConcatenated()),
+        "fused": split_model(made.model, "auto"),
+    }
+    libraries: tuple[Library, ...] = ("flash", "cudnn")
+    for library in libraries:
+        whole: Library | None = "cudnn" if library == "cudnn" else None
+        models[f"fused/{library}"] = SplitModel(
             made.model,
-            attention=FusedAttention(prefix=prefix, response=response),
+            attention=FusedAttention(prefix=library, response=library),
             steps=FusedSteps(vision=FusedBlocks(whole=whole)),
         )
     return models
@@ -254,19 +259,18 @@ def variants(made: RandomModel, device: torch.device) -> dict[str, SplitModel]:
 def run_all(passes: Passes, models: dict[str, SplitModel]) -> None:
     """All cases, the cheap ones first."""
     report, plain = passes.report, models["plain"]
-    alike = {name: m for name, m in models.items() if name in ("plain", "fused/flash/flash")}
-    own = {n: m for n, m in models.items() if n == "plain" or n.split("/")[1] == n.split("/")[2]}
-    for name, model in own.items():
+    alike = {name: m for name, m in models.items() if name in ("plain", "fused")}
+    for name, model in models.items():
         report.case(f"prefix forward {name}", lambda m=model: passes.prefix_forward(m))
         report.case(f"prefix backward {name}", lambda m=model: passes.prefix_backward(m))
-    for name, model in own.items():
+    for name, model in models.items():
         report.case(f"response {name}", lambda m=model: passes.response(m))
     for name, model in alike.items():
         report.case(f"vocabulary {name}", lambda m=model: passes.vocabulary(m))
-    for name, model in own.items():
-        train = name == "fused/flash/flash"
+    for name, model in models.items():
+        train = name == "fused"
         report.case(f"vision {name}", lambda m=model, t=train: passes.vision(m, train=t))
-    for name, model in own.items():
+    for name, model in models.items():
         if name != "plain":
             report.case(f"compare {name}", lambda m=model: passes.compare(m, plain))
 

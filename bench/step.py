@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--scale", choices=("full", "tiny"), default="full")
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
+    add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--graphs", type=int, help="prefix graphs that are kept at a time; by default all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
@@ -93,7 +94,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         async with (
             temporary_node(
-                folder / "node", device=options.device, arena_gib=options.arena_gib
+                folder / "node",
+                device=options.device,
+                arena_gib=options.arena_gib,
+                settings=_settings(options),
             ) as address,
             await Client.connect(address) as client,
             memory_trace(client, device=options.device) as memory,
@@ -118,6 +122,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if options.keep is not None:
             _keep(folder, options.keep)
     return _report(options, work, model, labels, runs, memory)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Of the node."""
+    table = None if options.table is None else str(options.table.absolute())
+    return {"governor": options.governor, "governor_table": table}
 
 
 def _labels(schedules: Sequence[str]) -> dict[str, str]:
@@ -186,6 +196,9 @@ def _report(
         "conditions": _conditions(options.device),
         "workload": {"name": options.workload, "lengths": work.lengths.model_dump()},
         "table": table.device,
+        "governor": options.governor,
+        "prefix_graphs": options.graphs,
+        "activation_checkpointing": options.checkpointing,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
     }
 

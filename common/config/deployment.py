@@ -101,6 +101,12 @@ class Deployment(FrozenConfig):
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
+    governor: Literal["auto", "off"] = "auto"
+    """Whether work beside the decode is kept to a share of a GPU's SMs. off: it starves the decode;
+    for comparisons."""
+    governor_table: Path | None = None
+    """Co-run rates that the shares are chosen by, TOML or JSON (`common.governor.table`); unset:
+    those of an H200, scaled to the GPU's SMs."""
     arena_gib: float = Field(default=4.0, gt=0)
     """Memory of the machine that the broker may hand out, in GiB."""
     hbm_budget_gib: float | None = Field(default=None, gt=0)
@@ -133,6 +139,11 @@ class Deployment(FrozenConfig):
             if placement is not None and placement.ranks != 1:
                 raise ValueError(f"{service} runs once a node, so its ranks has to be 1")
         return services
+
+    @property
+    def governed(self) -> bool:
+        """Whether background work runs on shares of the SMs."""
+        return self.device == "cuda" and self.governor == "auto"
 
     @property
     def participants(self) -> tuple[Participant, ...]:

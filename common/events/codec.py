@@ -44,7 +44,10 @@ def event_to_proto(event: Event) -> events_pb2.Event:
     if event.work is not None:
         message.work.CopyFrom(
             events_pb2.WorkSpan(
-                task=event.work.task, start_ns=event.work.start_ns, end_ns=event.work.end_ns
+                task=event.work.task,
+                start_ns=event.work.start_ns,
+                end_ns=event.work.end_ns,
+                sms=event.work.sms,
             )
         )
     name, encode, _ = _CODECS[type(event.body)]
@@ -68,6 +71,7 @@ def event_from_proto(message: events_pb2.Event) -> Event:
             task=Task(message.work.task),
             start_ns=message.work.start_ns,
             end_ns=message.work.end_ns,
+            sms=message.work.sms,
         )
     return Event(
         event_id=message.event_id,

@@ -21,6 +21,8 @@ class WorkSpan:
     task: Task
     start_ns: int
     end_ns: int
+    sms: int = 0
+    """Multiprocessors that it could fill; 0: all of the GPU, or there is none."""
 
 
 def new_event_id() -> str:

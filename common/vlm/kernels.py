@@ -5,6 +5,7 @@ The choice depends on device, dtype and recipe only, so that all processes of a 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,8 @@ from common.vlm.model import SplitModel
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLForConditionalGeneration
+
+log = logging.getLogger(__name__)
 
 Kernels = Literal["auto", "plain"]
 """`auto`: fused where they fit; `plain`: the library's modules."""
@@ -45,4 +48,5 @@ def split_model(model: Qwen2_5_VLForConditionalGeneration, kernels: Kernels) -> 
     from common.vlm.cuda.attention import FusedAttention
     from common.vlm.cuda.fused import FusedSteps
 
+    log.info("fused kernels: %s weights on %s", weight.dtype, weight.device)
     return SplitModel(model, attention=FusedAttention(), steps=FusedSteps())

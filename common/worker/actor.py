@@ -182,7 +182,12 @@ class WorkerActor(Actor[Message]):
                     assert self._holder.run is not None
                     assert self._holder.link is not None
                     self._last_seen = (plan.run_id, plan.step, plan.epoch)
-                    self._epochs.begin(self._machine.view, self._holder.run, self._holder.link)
+                    self._epochs.begin(
+                        self._machine.view,
+                        self._holder.run,
+                        self._holder.link,
+                        self._holder.governor,
+                    )
                 case StartTask(task=task, group=group):
                     self._epochs.start(task, group)
                 case ForgetGroup(group=group):
@@ -285,6 +290,8 @@ class WorkerActor(Actor[Message]):
         link, run = self._holder.link, self._holder.run
         if error is None and link is not None and link.lost:
             error = Unavailable(f"the link was lost: {link.lost}")
+        if error is None and self._phase is not RunPhase.CONFIGURING:
+            error = Unavailable("the run was given up when its configuration had just ended")
         if error is None:
             assert run is not None
             self._fence = ask.epoch

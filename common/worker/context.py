@@ -36,6 +36,8 @@ class RunContext:
     ledger: RunLedger
     resume_from: Path | None
     """Checkpoint folder to continue from when nothing newer is durable."""
+    governed: bool = False
+    """Whether background work runs on shares of the GPU's SMs."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from common.step.tasks import Task
     from common.step.view import StepView
     from common.worker.device import WorkerDevice
+    from common.worker.governor import Governor
     from common.worker.link import Link
     from common.worker.work import RunWork, StepWork
 
@@ -82,7 +83,9 @@ class EpochWork:
         """Whether no task is left, of the current epoch or of older ones."""
         return not self._jobs
 
-    def begin(self, view: StepView, run: RunWork, link: Link) -> None:
+    def begin(
+        self, view: StepView, run: RunWork, link: Link, governor: Governor | None = None
+    ) -> None:
         """Start an epoch. One that cannot be started is reported as failed."""
         scope = StepScope(
             view,
@@ -90,6 +93,7 @@ class EpochWork:
             broker=link.broker,
             compute=self._compute,
             device=self._device,
+            governor=governor,
             publish=link.bus.publish,
             spawn=self._spawn_beside,
         )

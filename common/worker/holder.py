@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.governor.table import H200, CoRunTable, load_table
 from common.worker.context import RunContext
+from common.worker.governor import BACKGROUND, Governor
 from common.worker.link import Link, LinkDown
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class RunHolder:
         self.link: Link | None = None
         self.context: RunContext | None = None
         self.run: RunWork | None = None
+        self.governor: Governor | None = None
 
     @property
     def run_id(self) -> RunId | None:
@@ -76,7 +79,10 @@ class RunHolder:
                 broker=self.link.broker,
                 ledger=self._ledger,
                 resume_from=ask.resume_from,
+                governed=self._deployment.governed,
             )
+            if self.context.governed and self._participant.service in BACKGROUND:
+                self.governor = await Governor.open(self.context, _table(self._deployment))
             self.run = await self._factory(self.context)
         prepared = await self.run.prepare()
         if self.link.lost:
@@ -85,11 +91,17 @@ class RunHolder:
 
     async def close(self) -> None:
         """Give up run and link. Idempotent."""
-        run, link = self.run, self.link
-        self.run = self.link = self.context = None
+        run, link, governor = self.run, self.link, self.governor
+        self.run = self.link = self.context = self.governor = None
         try:
             if run is not None:
                 await run.close()
         finally:
+            if governor is not None:
+                governor.close()
             if link is not None:
                 await link.close()
+
+
+def _table(deployment: Deployment) -> CoRunTable:
+    return H200 if deployment.governor_table is None else load_table(deployment.governor_table)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from common.tensors.lease import Lease
     from common.tensors.storage import Hold, Storage
     from common.worker.device import WorkerDevice
+    from common.worker.governor import Governor
 
 INLINE_COPY_BYTES = 1 << 20
 """Larger copies into leases leave the event loop's thread."""
@@ -108,6 +109,7 @@ class StepScope:
         broker: BrokerClient,
         compute: Executor,
         device: WorkerDevice,
+        governor: Governor | None = None,
         publish: Callable[[Event], Awaitable[None]],
         spawn: Callable[[StepScope, Task, Work], None],
     ) -> None:
@@ -118,6 +120,7 @@ class StepScope:
         self._broker = broker
         self._compute = compute
         self._device = device
+        self._governor = governor
         self._publish = publish
         self._spawn = spawn
         self._held: list[Releasable] = []
@@ -126,15 +129,28 @@ class StepScope:
     async def run(self, task: Task, job: Callable[[], T]) -> Timed[T]:
         """Run a job in the compute thread, to the end of its kernels.
 
+        Beside a decode it has a share of the SMs, and runs when no other service has one.
+
         Raises: StepOver if the epoch ends before it starts.
         """
+        governor = self._governor
+        if governor is None or not governor.decoding:
+            return await self._computed(task, job, None)
+        async with self.exclusive(governor.token):
+            return await self._computed(task, job, governor)
 
+    async def _computed(
+        self, task: Task, job: Callable[[], T], governor: Governor | None
+    ) -> Timed[T]:
         def timed() -> Timed[T]:
             self.check()
-            start_ns = time.monotonic_ns()
-            value = job()
-            self._device.wait()
-            span = WorkSpan(task=task, start_ns=start_ns, end_ns=time.monotonic_ns())
+            start_ns, sms = time.monotonic_ns(), 0
+            if governor is not None:
+                value, sms = governor.run(job)
+            else:
+                value = job()
+                self._device.wait()
+            span = WorkSpan(task=task, start_ns=start_ns, end_ns=time.monotonic_ns(), sms=sms)
             return Timed(value=value, span=span)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)

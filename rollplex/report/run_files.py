@@ -25,6 +25,7 @@ class Span:
         group: None: about the whole step.
         task: "window" is the span in which sequences decoded.
         start_s: on the node's monotonic clock.
+        sms: multiprocessors that it could fill; 0: all of the GPU, or there is none.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Span:
     participant: str
     start_s: float
     end_s: float
+    sms: int = 0
 
 
 def read_steps(run_dir: Path) -> list[StepRecord]:
@@ -65,6 +67,7 @@ def read_timeline(run_dir: Path) -> list[Span]:
             participant=tree["participant"],
             start_s=tree["start_ns"] / 1e9,
             end_s=tree["end_ns"] / 1e9,
+            sms=tree.get("sms", 0),
         )
         for tree in _lines(run_dir / TIMELINE)
     ]

@@ -7,12 +7,13 @@ import json
 import socket
 import sys
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from common.errors import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
 
@@ -38,12 +39,17 @@ async def run_module(module: str, *arguments: str) -> str:
 
 @asynccontextmanager
 async def temporary_node(
-    folder: Path, *, device: str = "cpu", arena_gib: float = 0.5
+    folder: Path,
+    *,
+    device: str = "cpu",
+    arena_gib: float = 0.5,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[str]:
     """Start every service on free ports; stop all of them at the end.
 
     Args:
         folder: for state and logs.
+        settings: further keys of the deployment.
     Yields: the controller's address.
     """
     port = _free_port()
@@ -55,6 +61,7 @@ async def temporary_node(
         "services": {"controller": {"grpc_port": port}},
         "device": device,
         "arena_gib": arena_gib,
+        **settings,
     }
     config = folder / "deployment.json"
     await asyncio.to_thread(_write, config, json.dumps(deployment))

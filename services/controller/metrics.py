@@ -120,7 +120,14 @@ class StepObserver:
         """All work of the epoch by start, decode windows included."""
         plan = self.view.plan
         rows = [
-            _span_record(plan, event.group, span.task, event.sender, (span.start_ns, span.end_ns))
+            _span_record(
+                plan,
+                event.group,
+                span.task,
+                event.sender,
+                (span.start_ns, span.end_ns),
+                sms=span.sms,
+            )
             for event, span in self._spans
         ]
         rollout = Participant(service=Service.ROLLOUT)
@@ -157,6 +164,10 @@ class StepObserver:
         for _, span in self._spans:
             by_task.setdefault(span.task, []).append((span.start_ns, span.end_ns))
         metrics = {f"time_{task}_s": covered_ns(s) / _NS_PER_S for task, s in by_task.items()}
+        shared = [(span.end_ns - span.start_ns, span.sms) for _, span in self._spans if span.sms]
+        if shared_ns := sum(length_ns for length_ns, _ in shared):
+            metrics["sm_share_mean"] = sum(ns * sms for ns, sms in shared) / shared_ns
+            metrics["time_governed_s"] = shared_ns / _NS_PER_S
         metrics["time_admit_s"] = covered_ns(self._admissions) / _NS_PER_S
         metrics["window_s"] = sum(end - start for start, end in self._windows) / _NS_PER_S
         prefixes = [(s.start_ns, s.end_ns) for _, s in self._spans if s.task in _PREFIX_TASKS]
@@ -209,7 +220,13 @@ def covered_ns(spans: Sequence[Span]) -> int:
 
 
 def _span_record(
-    plan: StepPlan, group: int | None, task: str, participant: Participant, span: Span
+    plan: StepPlan,
+    group: int | None,
+    task: str,
+    participant: Participant,
+    span: Span,
+    *,
+    sms: int = 0,
 ) -> SpanRecord:
     return SpanRecord(
         run=plan.run_id,
@@ -221,4 +238,5 @@ def _span_record(
         participant=str(participant),
         start_ns=span[0],
         end_ns=span[1],
+        sms=sms,
     )

@@ -139,6 +139,7 @@ class SpanRecord:
     Attributes:
         task: a `common.step.tasks.Task` value, "window" for the decode window, or "admit" for what
             the rollout does before it.
+        sms: multiprocessors that it could fill; 0: all of the GPU, or there is none.
         group: None: about the whole step.
     """
 
@@ -151,6 +152,7 @@ class SpanRecord:
     participant: str
     start_ns: int
     end_ns: int
+    sms: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""

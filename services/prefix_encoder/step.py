@@ -15,6 +15,7 @@ import torch
 from common.data.errors import SampleError
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
+from common.gpu.backward import backward_on_current_stream
 from common.ids import GroupId, LeaseId, Participant, Service
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
@@ -203,6 +204,8 @@ class PrefixEncoderStep:
 
             def backward() -> None:
                 policy = kept or self._encode_policy(prompt, vision, with_graph=True)
+                if self._run.context.governed:
+                    backward_on_current_stream([*policy.keys, *policy.values])
                 prefix_backward(policy, gradient)
 
             async with scope.exclusive(self._run.gradients):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from common.step.tasks import Task
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from common.ids import GroupId
     from common.worker.scope import StepScope
@@ -39,7 +39,18 @@ class Turn:
 class DecodeLoop:
     """One step of one engine."""
 
-    def __init__(self, engine: Engine, spec: StepSpec, scope: StepScope) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        spec: StepSpec,
+        scope: StepScope,
+        *,
+        report_rows: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Args: report_rows: told how many sequences decode, before each iteration and at the end
+        of each turn, in the compute thread.
+        """
+        self._report_rows = report_rows
         self._engine = engine
         self._spec = spec
         self._scope = scope
@@ -94,7 +105,9 @@ class DecodeLoop:
                 # Give the loop the chance to say that the window opens, before it does.
                 self._decodes = True
                 break
+            self._report_rows(engine.active_rows)
             finished.extend(engine.run_iteration().finished)
+        self._report_rows(engine.active_rows if self._decodes else 0)
         waits = engine.needs_next_group()
         turn = Turn(
             admitted=tuple(admitted),

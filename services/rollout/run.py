@@ -10,6 +10,7 @@ from common.errors import FailedPrecondition
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
+from common.worker.governor import LiveRows
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
 from common.worker.work import Prepared
@@ -50,6 +51,7 @@ class RolloutRun:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
         rewards: RewardPool,
+        live_rows: LiveRows | None,
     ) -> None:
         self.context = context
         self.weights = weights
@@ -58,6 +60,7 @@ class RolloutRun:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.rewards = rewards
+        self._live_rows = live_rows
 
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
@@ -91,7 +94,13 @@ class RolloutRun:
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
+            live_rows=await LiveRows.open(context) if context.governed else None,
         )
+
+    def report_rows(self, rows: int) -> None:
+        """Say how many sequences decode, to those whose work has to go beside them."""
+        if self._live_rows is not None:
+            self._live_rows.set(rows)
 
     async def prepare(self) -> Prepared:
         """Nothing to make good."""
@@ -108,5 +117,7 @@ class RolloutRun:
     async def close(self) -> None:
         """Stop the reward workers, drop the mapping."""
         await self.rewards.close()
+        if self._live_rows is not None:
+            self._live_rows.close()
         self.engine.release()
         self.weights.close()

@@ -10,6 +10,7 @@ chose is copied to the host behind it, to be read while the next step runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -193,10 +194,10 @@ class CudaDecoder:
         Args:
             bucket: R.
             share: names the stream's share; `step` replays the graph of the same one.
-            stream: to record on; one of its own if not given.
+            stream: to record on; the process's one for this if not given.
         """
         at, kept = self._buffers_of(bucket), self._rows
-        side = stream or torch.cuda.Stream()
+        side = stream or _capture_stream(self.pool.shared.device)
         self.has_graph(bucket)
         self._graphed_prefixes = (self.pool.shared.data_ptr(), self.pool.prefix_tokens)
         _upload(at.row_lane, [UNUSED] * bucket)
@@ -314,6 +315,12 @@ class CudaDecoder:
         sum_norm(at.hidden, at.out, layer.second_norm, layer.eps, at.normed, early=early)
         gated_linear(at.normed, layer.gate_up, at.product, cuts.gate_up, early=early)
         linear(at.product[0], layer.down, at.down, cuts.down, early=early)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    # the vendor's library keeps memory for every stream that it was ever used on
+    return torch.cuda.Stream(device)
 
 
 def _upload(target: Tensor, values: Sequence[int]) -> None:

@@ -164,20 +164,24 @@ class WorkSpan(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     START_NS_FIELD_NUMBER: _builtins.int
     END_NS_FIELD_NUMBER: _builtins.int
+    SMS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """common.step.tasks.Task value"""
     start_ns: _builtins.int
     end_ns: _builtins.int
+    sms: _builtins.int
+    """multiprocessors that it could fill; 0: all of the GPU, or no GPU"""
     def __init__(
         self,
         *,
         task: _builtins.str = ...,
         start_ns: _builtins.int = ...,
         end_ns: _builtins.int = ...,
+        sms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "start_ns", b"start_ns", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "sms", b"sms", "start_ns", b"start_ns", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

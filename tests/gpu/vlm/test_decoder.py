@@ -58,7 +58,7 @@ def prompts(model):
     return [tiny_prompt(model.config, text_tokens=n, seed=n).to("cuda") for n in PROMPT_TOKENS]
 
 
-def decoder_of(model, *, forced):
+def decoder_of(model, *, forced, early=False):
     from common.vlm.cuda.decode_parts import Cuts
     from common.vlm.cuda.decode_sampling import Choice
     from common.vlm.cuda.decoder import CudaDecoder
@@ -77,7 +77,7 @@ def decoder_of(model, *, forced):
         model,
         make_pool(model, NEW),
         choice,
-        cuts=dataclasses.replace(Cuts.of(rows=16), items=9),
+        cuts=dataclasses.replace(Cuts.of(rows=16), items=9, early=early),
         positions=512,
     )
     for prompt in prompts(model):
@@ -122,10 +122,11 @@ def test_forced_logprobs_equal_the_plain_path(model, graph):
     assert float(difference.max()) < 0.1
 
 
-def test_graph_equals_launches(model):
+@pytest.mark.parametrize("early", [False, True])
+def test_graph_equals_launches(model, early):
     results = []
     for graph in (False, True):
-        decoder = decoder_of(model, forced=False)
+        decoder = decoder_of(model, forced=False, early=early and graph)
         generator = torch.Generator(device="cuda").manual_seed(7)
         decoder.lanes.uniforms.uniform_(generator=generator)
         rows = [(slot, lane) for slot in range(GROUPS) for lane in range(SAMPLES)]

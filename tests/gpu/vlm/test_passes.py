@@ -145,3 +145,77 @@ def test_merged_attention_and_its_gradients(prefix_tokens):
         results.append([out, *torch.autograd.grad(out, wanted, weights)])
     for expected, actual in zip(*results, strict=True):
         assert distance(actual, expected) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [2047, 2048, 2300])
+def test_long_prefixes_attend_alike_with_and_without_extension(tokens):
+    from common.vlm.cuda.attention import FusedAttention
+
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    halves = [
+        torch.randn((tokens, heads, 64), device="cuda", generator=generator)
+        .bfloat16()
+        .transpose(0, 1)
+        for heads in (8, 2, 2)
+    ]
+    results = []
+    for backend, dtype in ((SdpaAttention(), torch.float32), (FusedAttention(), torch.bfloat16)):
+        leaves = [half.detach().to(dtype).requires_grad_() for half in halves]
+        out = backend.prefix(*leaves)
+        weights = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=dtype).view(out.shape)
+        results.append([out, *torch.autograd.grad(out, leaves, weights)])
+    for expected, actual in zip(*results, strict=True):
+        assert actual.shape == expected.shape
+        assert distance(actual, expected) < 1e-2
+
+
+def test_a_deep_model_and_a_long_prefix_stay_as_near_to_float32_as_plain_modules():
+    from common.vlm.kernels import split_model
+
+    deep = tiny_config(
+        hidden_size=512, heads=8, kv_heads=2, layers=16, intermediate_size=1376, vocab_size=2000
+    )
+    made = {
+        dtype: bound_model(
+            deep,
+            dtype=dtype,
+            train_vision=False,
+            gradient_dtype=torch.float32,
+            device="cuda",
+            std=0.03,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    half = made[torch.bfloat16]
+    made[torch.float32].weights.copy_(half.weights)
+    exact_logprobs, exact = run_text(SplitModel(made[torch.float32].model), made[torch.float32])
+    plain_logprobs, plain = run_text(split_model(half.model, "plain"), half)
+    logprobs, gradients = run_text(split_model(half.model, "auto"), half)
+    assert distance(logprobs, exact_logprobs) < 1.3 * distance(plain_logprobs, exact_logprobs)
+    assert distance(gradients, exact) < 1.3 * distance(plain, exact)
+
+
+def run_text(model, made):
+    """Log-probabilities and all gradients of one group behind a prefix of 2,300 tokens."""
+    prompt = tiny_prompt(made.model.config, text_tokens=2301).to("cuda")
+    made.gradients.zero_()
+    prefix = model.prefix_kv(prompt, model.vision_embeddings(prompt))
+    packed = torch.empty(
+        packed_shape(made.model.config, prefix.tokens), device="cuda", dtype=made.weights.dtype
+    )
+    prefix.pack(packed)
+    gradient = torch.zeros_like(packed, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    tokens_T = torch.randint(8, 1900, (sum(LENGTHS),), generator=generator).cuda()
+    logprobs = model.response_logprobs(
+        last_token=int(prompt.token_ids[-1]),
+        start_position=prompt.start_position,
+        prefix=PrefixKV.leaves(packed, gradient),
+        tokens_T=tokens_T,
+        lengths_G=LENGTHS,
+        temperature=1.0,
+        suppressed=None,
+    )
+    (logprobs * torch.linspace(-1, 1, len(logprobs), device="cuda")).sum().backward()
+    prefix_backward(prefix, gradient)
+    return logprobs.detach(), made.gradients.clone()

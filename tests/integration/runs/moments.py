@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import Unavailable
 from common.events import bodies
 from common.ids import RunId
 from common.registry.connection import open_redis, retry_redis
@@ -80,7 +81,7 @@ class Striker:
         await until(self._is_fresh)
         await self._pause()
         struck = await self._kill(victim, "paused")
-        await self._client.resume(self._run_id)
+        await self._resume()
         return struck
 
     async def planned(self, victim: str) -> Landed:
@@ -89,7 +90,7 @@ class Striker:
         await self._pause()
         epoch = (await self._client.get_run(self._run_id)).epoch
         with stopped(self._node.pid(BROKER)):
-            await self._client.resume(self._run_id)
+            await self._resume()
 
             async def written() -> bool:
                 entries = await self._ledger.read_journal(RunId(self._run_id))
@@ -221,6 +222,17 @@ class Striker:
     async def _pause(self) -> None:
         await self._client.pause(self._run_id)
         await reach(self._client, self._run_id, RunState.PAUSED)
+
+    async def _resume(self) -> None:
+        async def done() -> bool:
+            try:
+                await self._client.resume(self._run_id)
+            except Unavailable:
+                return False
+            return True
+
+        # The controller may be the one that was killed.
+        await until(done)
 
     async def _accumulating(self, victim: str, who: str) -> Landed:
         async def holds() -> bool:

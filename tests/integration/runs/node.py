@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import socket
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 BrokerStub = Any
 REPOSITORY = Path(__file__).parents[3]
 CALL_S = 5.0
+CONNECT_S = 30.0
 LOG_LINES = 80
 REDIS = "redis"
 
@@ -95,7 +97,18 @@ class Node:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        async with await Client.connect(self.deployment.controller_address) as client:
+        """A client; a controller that a test has killed is waited for."""
+        give_up_s = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                client = await Client.connect(self.deployment.controller_address)
+            except Unavailable:
+                if time.monotonic() > give_up_s:
+                    raise
+                await asyncio.sleep(0.1)
+            else:
+                break
+        async with client:
             yield client
 
     @asynccontextmanager

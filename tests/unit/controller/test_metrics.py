@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from common.events import Event, bodies
@@ -49,7 +51,7 @@ def _observed() -> StepObserver:
     observer = StepObserver(PLAN, needs_reference=True)
     _apply(observer, bodies.StepBegan(plan=PLAN), at=100.0)
     _apply(observer, _vision(), group=0, work=span(Task.POLICY_VISION, 100, 101))
-    _apply(observer, bodies.WindowOpened(), work=span(Task.DECODE, 101, 101))
+    _apply(observer, bodies.WindowOpened(), work=span(Task.DECODE, 100.5, 101))
     _apply(observer, _vision(), group=1, work=span(Task.POLICY_VISION, 101, 102))
     # 3 of these 4 seconds are inside the window.
     _apply(observer, _encoded("policy"), group=0, work=span(Task.POLICY_PREFIX, 102, 104))
@@ -83,6 +85,7 @@ def test_the_metrics_of_a_step():
     assert metrics["response_tokens_mean"] == 5.0
     assert metrics["tokens_per_s"] == 4.0
     assert metrics["window_s"] == 4.0
+    assert metrics["time_admit_s"] == 0.5
     assert metrics["time_policy_prefix_s"] == 2.0
     assert metrics["time_policy_vision_s"] == 2.0
     assert metrics["prefix_overlap_fraction"] == 0.75
@@ -100,6 +103,7 @@ def test_the_timeline_has_every_span_and_the_window():
     rows = _observed().spans()
     assert [row.task for row in rows] == [
         "policy_vision",
+        "admit",
         "policy_vision",
         "window",
         "policy_prefix",
@@ -146,3 +150,15 @@ def test_overlap_fraction(spans, windows, expected):
 def test_the_time_of_a_task_counts_overlapping_spans_once():
     assert covered_ns([(5, 9), (0, 3), (1, 4), (2, 3)]) == 8
     assert covered_ns([]) == 0
+
+
+def test_the_mean_share_is_that_of_work_on_a_share_by_time():
+    observer = _observed()
+    assert "sm_share_mean" not in observer.record(None).metrics
+    for start, end, sms in ((102, 103, 40), (103, 106, 80)):
+        work = dataclasses.replace(span(Task.REFERENCE_SCORE, start, end), sms=sms)
+        _apply(observer, bodies.GroupScored(lease=LeaseId(3)), group=0, work=work)
+    metrics = observer.record(None).metrics
+    assert metrics["sm_share_mean"] == 70.0
+    assert metrics["time_governed_s"] == 4.0
+    assert [row.sms for row in observer.spans() if row.task == "reference_score"] == [40, 80]

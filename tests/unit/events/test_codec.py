@@ -72,7 +72,7 @@ def test_round_trip(body):
         step=StepIndex(3),
         epoch=Epoch(9),
         group=GroupId(0),
-        work=WorkSpan(task=Task.DECODE, start_ns=1, end_ns=2),
+        work=WorkSpan(task=Task.DECODE, start_ns=1, end_ns=2, sms=66),
         cause_id="c",
         seq=11,
         body=body,

@@ -173,3 +173,16 @@ async def test_a_loop_that_waits_can_be_cancelled(engine, scope):
     await asyncio.gather(waiting, return_exceptions=True)
     engine.abort()
     assert engine.finished
+
+
+async def test_the_number_of_sequences_is_reported_until_none_is_left(engine, scope):
+    reported: list[int] = []
+    loop = DecodeLoop(engine, spec(), scope, report_rows=reported.append)
+    for group in range(GROUPS):
+        loop.add(request(group))
+    async for _ in loop.turns():
+        pass
+    assert reported[0] == 0
+    assert 2 * SAMPLES in reported
+    assert reported[-1] == 0
+    assert max(reported) == 2 * SAMPLES

@@ -90,6 +90,25 @@ async def test_a_release_ends_a_configuration_that_runs(worker):
     assert worker.actor.status().phase == "unconfigured"
 
 
+async def test_a_release_that_crosses_the_end_of_a_configuration(worker):
+    released = []
+
+    async def prepare():
+        # In the mailbox before the end of this configuration is.
+        released.append(worker.release())
+
+    worker.script.prepare = prepare
+    with pytest.raises(Unavailable, match="was released"):
+        await worker.configure()
+    await released[0]
+    assert worker.actor.status().phase == "unconfigured"
+    await worker.begin(2)
+    worker.script.prepare = None
+    await worker.configure(epoch=2)
+    await worker.begin(3)
+    await worker.told("prepare 0 of 3")
+
+
 async def test_a_release_of_another_run_changes_nothing(worker):
     await worker.configure()
     await worker.release("other")

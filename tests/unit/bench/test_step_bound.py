@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.step_bound import bound_s, occupancy
+from common.governor.table import CoRun, CoRunTable
+
+TABLE = CoRunTable(
+    device="here",
+    device_sms=100,
+    entries=(
+        CoRun(rows=4, sms=50, gain=1.5, background_rate=0.5),
+        CoRun(rows=64, sms=50, gain=1.2, background_rate=0.4),
+    ),
+)
+SERIAL = {
+    "step_s": 20.0,
+    "window_s": 6.0,
+    "time_admit_s": 2.0,
+    "time_policy_prefix_s": 1.0,
+    "time_reference_prefix_s": 1.0,
+    "time_reference_score_s": 1.0,
+    "time_response_train_s": 3.0,
+    "time_prefix_backward_s": 1.0,
+}
+
+
+def test_occupancy_counts_iterations_by_sequences_that_still_decode():
+    assert occupancy([3, 1, 3]) == {3: 1, 2: 2}
+    assert occupancy([]) == {}
+
+
+def test_serial_is_its_own_bound():
+    assert bound_s("serial", SERIAL, table=TABLE, occupied={4: 1}, prompts=4) == 20.0
+
+
+def test_work_beside_a_small_batch_saves_the_gain():
+    # 2 s of prefixes beside 4 rows: each second saves (1.5 - 1) / 0.5 of itself.
+    bound = bound_s("rollplex", SERIAL, table=TABLE, occupied={3: 10}, prompts=4)
+    assert bound == pytest.approx(20 - 2 * 1.0)
+
+
+def test_the_window_holds_only_so_much():
+    long = SERIAL | {"time_policy_prefix_s": 100.0}
+    # 6 s at a decode rate of 1.0 take 6 s, in which 0.5 x 6 s of work is done.
+    bound = bound_s("rollplex", long, table=TABLE, occupied={3: 10}, prompts=4)
+    assert bound == pytest.approx(20 - 3 * 1.0)
+
+
+def test_the_iterations_that_save_most_are_filled_first():
+    # half of the window has 4 rows and room for 1.5 s; the rest goes beside 64 rows at 0.5.
+    bound = bound_s("rollplex", SERIAL, table=TABLE, occupied={4: 5, 64: 5}, prompts=4)
+    assert bound == pytest.approx(20 - 1.5 * 1.0 - 0.5 * 0.5)
+
+
+def test_fused_leaves_out_one_prefill_and_cannot_hide_the_last_group():
+    bound = bound_s("fused", SERIAL, table=TABLE, occupied={64: 1}, prompts=4)
+    # left out: min(2, 1); movable: 1 + 1 + 4 x 3/4 = 5, room: 0.4 x 6 / 0.8 = 3.
+    assert bound == pytest.approx(20 - 1 - 3 * 0.5)
