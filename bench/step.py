@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.step_flops import ModelSizes
-from bench.step_inputs import SEED, make_model, recipe, write_rows
+from bench.step_inputs import PER_RESPONSE, SEED, make_model, recipe, write_rows
 from bench.step_memory import MemoryTrace, memory_trace
 from bench.step_picture import PicturedStep, draw_steps
 from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
@@ -135,8 +135,9 @@ def _labels(schedules: Sequence[str]) -> dict[str, str]:
     seen: Counter[str] = Counter()
     labels: dict[str, str] = {}
     for schedule in schedules:
-        if schedule not in list(Schedule):
-            raise SystemExit(f"--schedules: {schedule!r}; legal are {', '.join(Schedule)}")
+        legal = [*Schedule, PER_RESPONSE]
+        if schedule not in legal:
+            raise SystemExit(f"--schedules: {schedule!r}; legal are {', '.join(legal)}")
         seen[schedule] += 1
         labels[schedule if seen[schedule] == 1 else f"{schedule}-{seen[schedule]}"] = schedule
     return labels

@@ -1,4 +1,4 @@
-"""One step of every schedule, a lane a service, with GPU memory below, on one time axis."""
+"""One step of every schedule, a lane a service, with GPU memory and SM shares below it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def draw_steps(
         lanes, below = axes[2 * index][0], axes[2 * index + 1][0]
         _draw_lanes(lanes, step, origin_s, seen)
         _draw_memory(below, memory, origin_s, max(span.end_s for span in step.spans))
+        _draw_shares(below.twinx(), step, origin_s)
     axes[-1][0].set_xlabel("seconds")
     figure.suptitle(title, fontsize=10)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
@@ -75,6 +76,22 @@ def _draw_lanes(axes: Any, step: PicturedStep, origin_s: float, seen: set[str]) 
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_ylim(len(_LANES) - 0.5, -0.5)
     axes.set_title(f"{step.label}: {step.step_s:.2f} s (decode window shaded)", fontsize=9)
+
+
+def _draw_shares(axes: Any, step: PicturedStep, origin_s: float) -> None:
+    """SMs of the work that was kept to a share; nothing where there was none."""
+    shared = [span for span in step.spans if span.sms]
+    for span in shared:
+        axes.broken_barh(
+            [(span.start_s - origin_s, span.end_s - span.start_s)],
+            (0, span.sms),
+            facecolors=COLOURS.get(span.task, OTHER_COLOUR),
+            alpha=0.4,
+        )
+    axes.set_ylim(0, 1.1 * max((span.sms for span in shared), default=1))
+    axes.set_ylabel("SMs", fontsize=8)
+    if not shared:
+        axes.set_yticks([])
 
 
 def _draw_memory(axes: Any, memory: MemoryTrace, origin_s: float, end_s: float) -> None:

@@ -60,6 +60,8 @@ class DataConfig(FrozenConfig):
     """Largest image area in pixels; unset: the processor's own."""
     workers: int = Field(default=1, ge=1)
     """Processes that read, tokenize and process pixels."""
+    cache_mib: int = Field(default=256, ge=0)
+    """Memory for prepared samples that may be used again, in MiB; 0: none are kept."""
     max_drop_fraction: float = Field(default=0.1, ge=0, le=1)
     """The run stops when more than this share of its samples had to be dropped."""
 
@@ -123,6 +125,9 @@ class TrainingConfig(FrozenConfig):
     """N: groups of one step."""
     activation_checkpointing: bool = False
     """Keep only layer inputs of the prefix forward and recompute in its backward."""
+    share_prefix: bool = True
+    """Whether training and scoring run a group's prefix once. off, for comparisons: once for each
+    response, as where responses are scored alone; the update is the same. With `serial` only."""
     prefix_graphs: int | None = Field(default=None, ge=1)
     """Most groups whose policy prefix keeps its graph at a time; those of the others run again in
     their backward. Unset: all of a step, which is the fastest where they fit."""
@@ -145,6 +150,15 @@ class TrainingConfig(FrozenConfig):
     step_deadline_s: float = Field(default=600.0, gt=0)
     """A step that takes longer is ended and begun again."""
 
+    @model_validator(mode="after")
+    def _unshared_is_serial(self) -> Self:
+        if not self.share_prefix and self.schedule is not Schedule.SERIAL:
+            raise ValueError(
+                f"share_prefix = false with schedule = {self.schedule.value!r}: it is a baseline "
+                'of schedule = "serial" only'
+            )
+        return self
+
 
 class Recipe(FrozenConfig):
     """Everything that defines a run; with the code's version, it defines the result."""
@@ -161,9 +175,23 @@ class Recipe(FrozenConfig):
     training: TrainingConfig
 
     @property
+    def prefix_passes(self) -> int:
+        """How often training and scoring run the prefix of one group."""
+        return 1 if self.training.share_prefix else self.rollout.samples_per_group
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the algorithm reads the reference's log-probabilities."""
         return self.algorithm.needs_reference
+
+    @model_validator(mode="after")
+    def _unshared_tower_is_frozen(self) -> Self:
+        if self.model.train_vision and not self.training.share_prefix:
+            raise ValueError(
+                "training.share_prefix = false with model.train_vision = true: the tower has one "
+                "backward a group; leave one of them at its default"
+            )
+        return self
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:

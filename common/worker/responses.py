@@ -40,6 +40,13 @@ class PackedResponses:
             engine_logprobs=self.engine_logprobs.to(device),
         )
 
+    def parts(self, *, packed: bool) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+        """Tokens and lengths of what one pass takes: all responses, or each alone."""
+        if packed:
+            return [(self.tokens, self.lengths)]
+        alone = self.tokens.split(self.lengths)
+        return [(tokens, (len(tokens),)) for tokens in alone]
+
 
 def response_tensors(tokens: int, responses: int) -> dict[str, TensorShape]:
     """Dtypes and shapes of the lease for so many tokens and responses."""

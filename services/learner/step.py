@@ -114,15 +114,21 @@ class LearnerStep:
         self._zero_once()
         responses = responses.to(device)
         with torch.enable_grad():
-            logprobs_T = run.model.response_logprobs(
-                last_token=state.prepared.last_token,
-                start_position=state.prepared.start_position,
-                prefix=prefix,
-                tokens_T=responses.tokens,
-                lengths_G=responses.lengths,
-                temperature=run.context.recipe.rollout.temperature,
-                suppressed=run.shape.suppressed,
-            )
+            passes = [
+                run.model.response_logprobs(
+                    last_token=state.prepared.last_token,
+                    start_position=state.prepared.start_position,
+                    prefix=prefix,
+                    tokens_T=tokens_T,
+                    lengths_G=lengths_G,
+                    temperature=run.context.recipe.rollout.temperature,
+                    suppressed=run.shape.suppressed,
+                )
+                for tokens_T, lengths_G in responses.parts(
+                    packed=run.context.recipe.training.share_prefix
+                )
+            ]
+            logprobs_T = passes[0] if len(passes) == 1 else torch.cat(passes)
             batch = ScoredResponses(
                 logprobs=logprobs_T,
                 lengths=torch.tensor(responses.lengths, dtype=torch.int64, device=device),

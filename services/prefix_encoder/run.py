@@ -100,7 +100,9 @@ class PrefixEncoderRun:
                 context.run_id, REFERENCE_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
             )
         source = SampleSource.from_config(str(recipe.model.path), recipe.data)
-        pool = SamplePool(source, workers=recipe.data.workers)
+        pool = SamplePool(
+            source, workers=recipe.data.workers, cache_bytes=recipe.data.cache_mib << 20
+        )
         try:
             await pool.start()
             return cls(

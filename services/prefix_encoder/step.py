@@ -181,6 +181,8 @@ class PrefixEncoderStep:
                     vision = work.vision.detach()
                 else:
                     vision = model.vision_embeddings(work.prompt)
+                for _ in range(self._passes - 1):
+                    model.prefix_kv(work.prompt, vision)
                 return model.prefix_kv(work.prompt, vision)
 
         encoded = await scope.run(Task.REFERENCE_PREFIX, encode)
@@ -203,10 +205,13 @@ class PrefixEncoderStep:
             gradient = tensor_view(lease, KV)
 
             def backward() -> None:
-                policy = kept or self._encode_policy(prompt, vision, with_graph=True)
-                if self._run.context.governed:
-                    backward_on_current_stream([*policy.keys, *policy.values])
-                prefix_backward(policy, gradient)
+                policy, part = kept, gradient / self._passes if self._passes > 1 else gradient
+                for _ in range(self._passes):
+                    policy = policy or self._encode_policy(prompt, vision, with_graph=True)
+                    if self._run.context.governed:
+                        backward_on_current_stream([*policy.keys, *policy.values])
+                    prefix_backward(policy, part)
+                    policy = None
 
             async with scope.exclusive(self._run.gradients):
                 done = await scope.run(Task.PREFIX_BACKWARD, backward)
@@ -264,6 +269,10 @@ class PrefixEncoderStep:
         storage = self._run.reference_weights
         if self._reference_hold is None and storage is not None:
             self._reference_hold = await self._scope.read(storage, REFERENCE_VERSION)
+
+    @property
+    def _passes(self) -> int:
+        return self._run.context.recipe.prefix_passes
 
     @property
     def _checkpointing(self) -> bool:

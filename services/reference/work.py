@@ -125,22 +125,26 @@ class ReferenceStep:
         leases = await scope.acquire(prefix_lease, state.generated.lease)
         prefix = PrefixKV.unpack(tensor_view(leases[0], KV))
         packed = packed_responses(leases[1])
-        prompt = state.prepared
+        prompt, recipe = state.prepared, self._run.context.recipe
 
         def score() -> torch.Tensor:
             model = self._run.model
             assert model is not None
             responses = packed.to(self._run.context.device)
             with torch.no_grad():
-                return model.response_logprobs(
-                    last_token=prompt.last_token,
-                    start_position=prompt.start_position,
-                    prefix=prefix,
-                    tokens_T=responses.tokens,
-                    lengths_G=responses.lengths,
-                    temperature=self._run.context.recipe.rollout.temperature,
-                    suppressed=self._run.shape.suppressed,
-                )
+                passes = [
+                    model.response_logprobs(
+                        last_token=prompt.last_token,
+                        start_position=prompt.start_position,
+                        prefix=prefix,
+                        tokens_T=tokens_T,
+                        lengths_G=lengths_G,
+                        temperature=recipe.rollout.temperature,
+                        suppressed=self._run.shape.suppressed,
+                    )
+                    for tokens_T, lengths_G in responses.parts(packed=recipe.training.share_prefix)
+                ]
+            return torch.cat(passes)
 
         scored = await scope.run(task, score)
         lease = await scope.produce(
