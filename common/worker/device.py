@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from common.gpu.driver import CudaMissing, device_uuid
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.config.deployment import Deployment
     from common.ids import Participant
+
+T = TypeVar("T")
 
 
 def wait_for(device: torch.device) -> None:
     """Block until the calling thread's stream on a device has done everything it was asked for."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def copied_aside(device: torch.device, copy: Callable[[], T]) -> T:
+    """Run copies to a device to their end, beside the work of the default stream.
+
+    Streams of SM shares do not wait for the default one, and a copy from ordinary memory waits for
+    all work of its stream before it begins. Any thread.
+    """
+    if device.type != "cuda":
+        return copy()
+    stream = _copy_stream(device)
+    with torch.cuda.stream(stream):
+        value = copy()
+        stream.synchronize()
+    return value
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

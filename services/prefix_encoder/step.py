@@ -23,7 +23,9 @@ from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV, prefix_backward
+from common.worker.device import copied_aside
 from common.worker.prompts import EMBEDDINGS, prompt_tensors
+from common.worker.threads import in_thread
 from common.worker.weights import KV, REFERENCE_VERSION
 
 if TYPE_CHECKING:
@@ -111,7 +113,9 @@ class PrefixEncoderStep:
             next_use=Task.DECODE,
             placement=Placement.HOST,
         )
-        self._groups[group] = GroupWork(prompt.to(self._run.context.device))
+        device = self._run.context.device
+        on_device = await in_thread(lambda: copied_aside(device, lambda: prompt.to(device)))
+        self._groups[group] = GroupWork(on_device)
         prepared = bodies.GroupPrepared(
             prompt_lease=lease,
             prompt_tokens=prompt.prefix_tokens + 1,

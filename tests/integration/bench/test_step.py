@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @pytest.mark.timeout(300)
 def test_every_schedule_is_measured_on_equal_work(tmp_path: Path) -> None:
     arguments = (
-        "--workload A2 --schedules serial,serial-per-response,rollplex,fused --steps 1 --warmup 1 --graphs 1 "
-        f"--scale tiny --device cpu --data-workers 1 --arena-gib 0.25 --png {tmp_path}/steps.png "
-        f"--keep {tmp_path}/kept"
+        "--workload A2 --schedules serial,serial-per-response,rollplex,fused --steps 1 --warmup 1 "
+        "--graphs 1 --scale tiny --device cpu --data-workers 1 --arena-gib 0.25 "
+        f"--png {tmp_path}/steps.png --keep {tmp_path}/kept"
     )
     command = [sys.executable, "-m", "bench.step", *arguments.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.config.base import ConfigError
+from common.config.loading import check
+from common.config.recipe import Recipe
+
+
+def _recipe(**tables: dict[str, Any]) -> Recipe:
+    tree: dict[str, Any] = {
+        "name": "r",
+        "model": {"path": "m"},
+        "data": {"train": "a:b"},
+        "rollout": {"max_new_tokens": 8, "samples_per_group": 4},
+        "reward": {"functions": [{"function": "a:b"}]},
+        "algorithm": {},
+        "training": {"steps": 1, "prompts_per_step": 2},
+    }
+    for name, values in tables.items():
+        tree[name] = tree[name] | values
+    return check(Recipe, tree, source="the test")
+
+
+def test_a_prefix_is_run_once_unless_it_is_not_shared():
+    assert _recipe().prefix_passes == 1
+    unshared = _recipe(training={"schedule": "serial", "share_prefix": False})
+    assert unshared.prefix_passes == 4
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"model": {"weights": "random", "reference_path": "r"}}, "leave reference_path unset"),
+        ({"rollout": {"lengths": {"kind": "fixed", "max_tokens": 9}}}, "over max_new_tokens = 8"),
+        ({"rollout": {"max_slots": 3}}, "cannot hold one group"),
+        ({"training": {"share_prefix": False}}, 'schedule = "serial" only'),
+        (
+            {
+                "training": {"share_prefix": False, "schedule": "serial"},
+                "model": {"train_vision": True},
+            },
+            "one backward a group",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(tables, words):
+    with pytest.raises(ConfigError, match=words):
+        _recipe(**tables)
