@@ -79,6 +79,14 @@ class WorkerDevice:
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
 
+    def give_back(self) -> None:
+        """Return the memory that the process keeps for itself but does not use to the device.
+
+        Between two steps: what one service has cached is what another one lacks.
+        """
+        if self.torch.type == "cuda":
+            torch.cuda.empty_cache()
+
     def wait(self) -> None:
         """Block until the calling thread's stream has done everything it was asked for.
 

@@ -147,6 +147,7 @@ class EpochWork:
                 log.exception("work of an ended epoch not closed")
             finally:
                 scope.close()
+                self._device.give_back()
 
         self._compute.submit(close)
 
