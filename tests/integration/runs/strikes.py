@@ -72,7 +72,13 @@ async def still(node: Node, name: str, holds: Callable[[], Awaitable[bool]]) -> 
 
 
 async def kill(node: Node, name: str) -> None:
-    """SIGKILL; none of its own processes may outlive it."""
+    """SIGKILL, once it runs; none of its own processes may outlive it."""
+
+    async def runs() -> bool:
+        return node.pid(name) != 0
+
+    # One that is killed again and again is started again more and more slowly.
+    await until(runs)
     pid = node.pid(name)
     below = children(pid)
     send(pid, signal.SIGKILL)
