@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ from common.registry.connection import open_redis, retry_redis
 from rollplex.models import RunState
 from tests.integration.runs.lab import reach
 from tests.integration.runs.sightings import Sightings
-from tests.integration.runs.strikes import Landed, kill, still, stopped, until
+from tests.integration.runs.strikes import SETTLE_S, Landed, kill, still, stopped, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from rollplex.client import Client
     from rollplex.models import Run
@@ -28,6 +29,7 @@ BROKER, CONTROLLER, REDIS = "broker/0", "controller/0", "redis"
 WORKERS = (ROLLOUT, ENCODER, REFERENCE, LEARNER)
 VICTIMS = (*WORKERS, BROKER, CONTROLLER, REDIS)
 
+ATTEMPTS = 5
 ASKED_S = 1.0
 """The learner has asked for a publication after this, once its commit is done."""
 PAUSE_MS = 4000
@@ -66,31 +68,42 @@ class Striker:
         loads = victim if victim in WORKERS else REFERENCE
         await until(self._is_fresh)
         self._last_step = self.seen.step
-        joined = self.seen.joined(loads)
-        await kill(self._node, loads)
+        for _ in range(ATTEMPTS):
+            joined = self.seen.joined(loads)
+            old = await kill(self._node, loads)
 
-        async def holds() -> bool:
-            run = await self._client.get_run(self._run_id)
-            return self.seen.joined(loads) > joined and run.state is RunState.CONFIGURING
+            async def is_back(old: int = old) -> bool:
+                return self._node.pid(loads) not in (0, old)
 
-        async with still(self._node, loads, holds):
-            return await self._kill(victim, "configuring")
+            async def has_joined(joined: int = joined) -> bool:
+                return self.seen.joined(loads) > joined
+
+            await until(is_back)
+            pid = self._node.pid(loads)
+            await until(has_joined)
+            # It has opened its link, which is the first thing of a configuration.
+            with stopped(pid):
+                await asyncio.sleep(SETTLE_S)
+                run = await self._asked(self._client.get_run)
+                if run.state is RunState.CONFIGURING:
+                    return await self._kill(victim, "configuring")
+        raise AssertionError(f"{loads} was never caught while it was configuring")
 
     async def paused(self, victim: str) -> Landed:
         """The run waits between two steps, until a client has it go on."""
         await until(self._is_fresh)
         await self._pause()
         struck = await self._kill(victim, "paused")
-        await self._resume()
+        await self._asked(self._client.resume)
         return struck
 
     async def planned(self, victim: str) -> Landed:
         """The journal says that the step was begun; the broker has not been told."""
         await until(self._is_fresh)
         await self._pause()
-        epoch = (await self._client.get_run(self._run_id)).epoch
+        epoch = (await self._asked(self._client.get_run)).epoch
         with stopped(self._node.pid(BROKER)):
-            await self._resume()
+            await self._asked(self._client.resume)
 
             async def written() -> bool:
                 entries = await self._ledger.read_journal(RunId(self._run_id))
@@ -220,19 +233,20 @@ class Striker:
         await until(holds)
 
     async def _pause(self) -> None:
-        await self._client.pause(self._run_id)
+        await self._asked(self._client.pause)
         await reach(self._client, self._run_id, RunState.PAUSED)
 
-    async def _resume(self) -> None:
-        async def done() -> bool:
-            try:
-                await self._client.resume(self._run_id)
-            except Unavailable:
-                return False
-            return True
+    async def _asked(self, call: Callable[[str], Awaitable[Run]]) -> Run:
+        """Call the controller, which may be the one that was killed."""
+        answers: list[Run] = []
 
-        # The controller may be the one that was killed.
-        await until(done)
+        async def answered() -> bool:
+            with contextlib.suppress(Unavailable):
+                answers.append(await call(self._run_id))
+            return bool(answers)
+
+        await until(answered)
+        return answers[0]
 
     async def _accumulating(self, victim: str, who: str) -> Landed:
         async def holds() -> bool:

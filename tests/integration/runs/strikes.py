@@ -71,8 +71,8 @@ async def still(node: Node, name: str, holds: Callable[[], Awaitable[bool]]) -> 
         assert asyncio.get_running_loop().time() < give_up_s, f"{name} was never caught in time"
 
 
-async def kill(node: Node, name: str) -> None:
-    """SIGKILL, once it runs; none of its own processes may outlive it."""
+async def kill(node: Node, name: str) -> int:
+    """SIGKILL, once it runs; none of its own processes may outlive it. Returns: its pid."""
 
     async def runs() -> bool:
         return node.pid(name) != 0
@@ -84,3 +84,4 @@ async def kill(node: Node, name: str) -> None:
     send(pid, signal.SIGKILL)
     left = await gone({pid, *below}, within_s=ORPHANS_S)
     assert not left, f"{len(left)} processes outlived {name}: {left}"
+    return pid
