@@ -75,7 +75,7 @@ type: $(STAMP) ## Check types
 	$(PY) -m mypy
 
 test: $(STAMP) ## Run the whole CPU suite (JOBS=, ARGS=)
-	$(PY) -m pytest --numprocesses $(JOBS) $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(STAMP) ## Run the GPU tests; running none is a failure
 	$(PY) -m pytest -m 'gpu or multigpu' --require-run $(ARGS)

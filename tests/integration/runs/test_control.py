@@ -31,8 +31,9 @@ def planned(lab):
 
 async def test_a_resumed_run_equals_the_uninterrupted_one(lab):
     async with lab.node.client() as client:
-        (whole,) = await lab.succeeded({"whole": planned(lab)})
         run = await client.create_run(planned(lab), run_dir=lab.node.folder / "interrupted")
+        # It waits in the queue until the first one is stopped.
+        whole_run = asyncio.create_task(lab.succeeded({"whole": planned(lab)}))
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
         await client.pause(run.run_id)
         paused = await reach(client, run.run_id, RunState.PAUSED)
@@ -44,6 +45,7 @@ async def test_a_resumed_run_equals_the_uninterrupted_one(lab):
         assert stopped.steps_done == paused.steps_done < STEPS
 
         (resumed,) = await lab.succeeded({"resumed": planned(lab)}, resume_from=Path(saved.path))
+        (whole,) = await whole_run
     assert [step["step"] for step in resumed.steps] == list(range(paused.steps_done, STEPS))
     assert different(whole.tensors, resumed.tensors) == []
     rates = {step["step"]: step["metrics"]["learning_rate"] for step in whole.steps}
@@ -75,9 +77,15 @@ async def test_a_paused_run_waits_and_goes_on(lab):
 
 async def test_stop_now_and_stop_after_the_step(lab):
     async with lab.node.client() as client:
-        for after_step in (False, True):
-            folder = lab.node.folder / f"stopped-{after_step}"
-            run = await client.create_run(planned(lab), run_dir=folder)
+        # The second one waits in the queue for the end of the first.
+        runs = await asyncio.gather(
+            *(
+                client.create_run(planned(lab), run_dir=lab.node.folder / name)
+                for name in ("stopped-now", "stopped-after-step")
+            )
+        )
+        for run in sorted(runs, key=lambda run: run.created):
+            after_step = run.run_dir.endswith("stopped-after-step")
             await reach(client, run.run_id, RunState.RUNNING, steps=1)
             await client.stop(run.run_id, after_step=after_step)
             ended = await client.wait_run(run.run_id)
