@@ -247,7 +247,8 @@ def fused_cases(
     """Everything about the fused step of one batch; launching early needs a GPU."""
     from common.vlm.cuda.decode_parts import Cuts
 
-    default, early = Cuts.of(rows=batch.rows), device.type == "cuda"
+    default = dataclasses.replace(Cuts.of(rows=batch.rows), early=False)
+    early = device.type == "cuda"
     report.case(f"agreement {name}", lambda: agreement(made, batch, device, early=False))
     sweep = Sweep(made, report, device, batch.groups, batch.samples)
     sweep.attention(name, pool_of, batch)
@@ -259,7 +260,7 @@ def fused_cases(
         report.case(case, lambda: fused_case(made, batch, device, report, cuts))
 
     step("default", default)
-    best = sweep.best()
+    best = dataclasses.replace(sweep.best(), early=False)
     step("best", best)
     step("library", dataclasses.replace(Cuts.library(), attention=best.attention, items=best.items))
     if early:

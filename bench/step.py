@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
-import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -25,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.conditions import conditions
 from bench.step_flops import ModelSizes
 from bench.step_inputs import PER_RESPONSE, SEED, make_model, recipe, write_rows
 from bench.step_memory import MemoryTrace, memory_trace
@@ -71,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", choices=("full", "tiny"), default="full")
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
+    add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
     add("--graphs", type=int, help="prefix graphs that are kept at a time; by default all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
@@ -111,6 +109,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
                     prefix_graphs=options.graphs,
+                    ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
                 run = await client.create_run(
@@ -194,39 +193,15 @@ def _report(
         draw_steps(pictured, memory, options.png, title=title)
     return {
         "command": " ".join(["python -m bench.step", *sys.argv[1:]]),
-        "conditions": _conditions(options.device),
+        "conditions": conditions(options.device),
         "workload": {"name": options.workload, "lengths": work.lengths.model_dump()},
         "table": table.device,
         "governor": options.governor,
         "prefix_graphs": options.graphs,
+        "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
     }
-
-
-def _conditions(device: str) -> dict[str, Any]:
-    """What the figures depend on."""
-    git = shutil.which("git")
-    commit = (
-        subprocess.run([git, "rev-parse", "HEAD"], capture_output=True)  # noqa: S603
-        if git
-        else None
-    )
-    found: dict[str, Any] = {
-        "commit": commit.stdout.decode().strip() or None if commit else None,
-        "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-    }
-    if device == "cuda":
-        import pynvml
-
-        pynvml.nvmlInit()
-        found |= {
-            "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-        }
-    return found
 
 
 def _keep(folder: Path, target: Path) -> None:

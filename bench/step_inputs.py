@@ -76,6 +76,7 @@ def recipe(
     steps: int,
     checkpointing: bool,
     prefix_graphs: int | None,
+    ahead: bool,
     data_workers: int,
 ) -> Recipe:
     """A run of the workload under one schedule; all but the schedule are equal.
@@ -115,6 +116,7 @@ def recipe(
             "prompts_per_step": work.prompts,
             "activation_checkpointing": checkpointing,
             "prefix_graphs": prefix_graphs,
+            "ahead": ahead,
             "final_checkpoint": False,
             "host_shadow": False,
         },

@@ -119,7 +119,12 @@ def compare(
         occupied.update(occupancy(lengths))
     for found in figures.values():
         bound = bound_s(
-            found["schedule"], serial, table=table, occupied=occupied, prompts=work.prompts
+            found["schedule"],
+            serial,
+            table=table,
+            occupied=occupied,
+            prompts=work.prompts,
+            train_vision=work.train_vision,
         )
         gain, bound_gain = serial["step_s"] / found["step_s"], serial["step_s"] / bound
         found |= {

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from common.rl.config import AlgorithmConfig
 
 
+NORM_PART = 1 << 26
+"""Elements of which the global norm makes a float64 copy at a time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
     """What became of one update."""
@@ -133,9 +137,12 @@ def clip_by_global_norm(gradients_P: Tensor, max_norm: float) -> float:
     """Scale gradients down, in place, to a norm of at most `max_norm`.
 
     Returns: the norm before. If it is NaN or infinite, nothing is changed.
-    Sync: one.
+    Memory: a float64 copy of `NORM_PART` elements. Sync: one.
     """
-    norm = float(torch.linalg.vector_norm(gradients_P, dtype=torch.float64))
+    norms = [
+        torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients_P.split(NORM_PART)
+    ]
+    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
     if math.isfinite(norm) and norm > max_norm:
         gradients_P.mul_(max_norm / norm)
     return norm

@@ -18,7 +18,7 @@ _FILE_WIDTH = 1000
 
 def print_runs(runs: Sequence[Run]) -> None:
     """All runs, one a line."""
-    table = _table("run", "state", "step", "reward", "restarts", "made", "reason")
+    table = plain_table("run", "state", "step", "reward", "restarts", "made", "reason")
     for run in runs:
         table.add_row(
             run.run_id,
@@ -29,12 +29,12 @@ def print_runs(runs: Sequence[Run]) -> None:
             run.created.astimezone().strftime("%Y-%m-%d %H:%M"),
             run.reason,
         )
-    _console().print(table)
+    open_console().print(table)
 
 
 def print_run(run: Run) -> None:
     """One run in full."""
-    table = _table("what", "value")
+    table = plain_table("what", "value")
     rows: dict[str, Any] = {
         "run": run.run_id,
         "state": run.state,
@@ -50,12 +50,12 @@ def print_run(run: Run) -> None:
     rows |= {name: number(value) for name, value in sorted(run.latest.items())}
     for name, value in rows.items():
         table.add_row(name, str(value))
-    _console().print(table)
+    open_console().print(table)
 
 
 def print_cluster(cluster: Cluster) -> None:
     """The services of the node."""
-    table = _table("service", "serving", "phase", "pid", "gRPC", "HTTP")
+    table = plain_table("service", "serving", "phase", "pid", "gRPC", "HTTP")
     for entry in cluster.services:
         table.add_row(
             entry.participant,
@@ -65,12 +65,12 @@ def print_cluster(cluster: Cluster) -> None:
             entry.grpc_address,
             entry.http_address,
         )
-    _console().print(table)
+    open_console().print(table)
 
 
 def print_result(run: Run, summary: Mapping[str, Any], written: Sequence[Path]) -> None:
     """How a run went."""
-    console = _console()
+    console = open_console()
     console.print(f"{run.run_id}: {run.state}" + (f" ({run.reason})" if run.reason else ""))
     before, after = summary["eval_reward_before"], summary["eval_reward_after"]
     if before is not None or after is not None:
@@ -91,14 +91,15 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _console() -> RichConsole:
+def open_console() -> RichConsole:
+    """Where tables go: as wide as the terminal, or so wide that no line is folded."""
     console = RichConsole(highlight=False)
     # Nobody folds lines for a program that reads them.
     return console if console.is_terminal else RichConsole(highlight=False, width=_FILE_WIDTH)
 
 
-def _table(first: str, *others: str) -> Table:
-    """The first column names the row and is never cut."""
+def plain_table(first: str, *others: str) -> Table:
+    """A table without lines. The first column names the row and is never cut."""
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for column in others:

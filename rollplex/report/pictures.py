@@ -30,6 +30,9 @@ COLOURS = {
     "response_train": "#e15759",
     "prefix_backward": "#b07aa1",
     "update": "#9c755f",
+    "ahead_prepare": "#d7cfcd",
+    "ahead_vision": "#b3d8d5",
+    "ahead_reference": "#a5d19f",
 }
 """By task, as in `timeline.jsonl`."""
 OTHER_COLOUR = "#d3d3d3"

@@ -71,13 +71,17 @@ class Cuts:
                 gate_up=Tiles(columns=64, inner=128, stages=3),
                 down=Tiles(columns=64, inner=64, splits=8, stages=6),
                 head=Tiles(columns=128, inner=128, warps=8),
+                early=True,
             )
         return cls(
-            qkv=narrow,
+            qkv=Tiles(columns=64, inner=128, splits=4, stages=3),
             out=narrow,
             gate_up=Tiles(columns=64, inner=64),
-            down=Tiles(columns=64, inner=128, splits=4),
+            down=Tiles(columns=64, inner=64, splits=8, stages=8),
             head=Tiles(columns=128, inner=64, stages=5),
+            attention=Blocks(stages=4),
+            items=66,
+            early=True,
         )
 
 

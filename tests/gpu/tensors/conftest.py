@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from common.gpu.driver import memory_info
 from tests.integration.broker.conftest import (
@@ -80,7 +81,9 @@ async def remote(broker: Broker, participant: Participant) -> AsyncIterator[Remo
 
 
 def free_bytes() -> int:
-    """Free memory of the first GPU, whoever uses the rest."""
+    """Free memory of the first GPU, whoever uses the rest; this process caches none."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return memory_info(0)[0]
 
 

@@ -17,7 +17,7 @@ import torch
 from common.ids import Epoch, GroupId, Incarnation, LeaseId, Participant, RunId, WeightsVersion
 from common.tensors.client import BrokerClient
 from common.tensors.cuda_events import finished, recorded
-from common.tensors.spec import DType, Placement, TensorSpec
+from common.tensors.spec import DType, Placement, Residency, TensorSpec
 from common.tensors.storage import StorageSpec
 from common.tensors.views import tensor_view
 
@@ -110,6 +110,29 @@ class Orders:
         self.storage = await self.client.open_storage(RUN, "weights", create=spec)
         values = tensor_view(self.storage, "values")
         return {"created": self.storage.created, "largest": values.abs().max().item()}
+
+    async def open_spillable(self, elements: int) -> dict[str, Any]:
+        tensor = TensorSpec(name="values", dtype=DType.FLOAT32, shape=(elements,))
+        spec = StorageSpec(
+            tensors=(tensor,),
+            readers=(),
+            writers=(self.client.participant,),
+            residency=Residency.SPILLABLE,
+        )
+        self.storage = await self.client.open_storage(RUN, "weights", create=spec)
+        self.view = tensor_view(self.storage, "values")
+        return {"created": self.storage.created}
+
+    async def park(self) -> dict[str, Any]:
+        assert self.storage is not None
+        return {"parked": self.storage.park()}
+
+    async def read_storage(self, version: int) -> dict[str, Any]:
+        """By the view that was made when it was opened."""
+        assert self.storage is not None
+        assert self.view is not None
+        with await self.storage.hold_read(WeightsVersion(version)):
+            return {"smallest": self.view.min().item(), "largest": self.view.max().item()}
 
     async def write(self, version: int, value: float, publish: bool = True) -> dict[str, Any]:
         assert self.storage is not None

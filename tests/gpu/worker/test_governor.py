@@ -1,47 +1,108 @@
-"""Jobs on a share of the SMs."""
+"""Jobs on shares of the SMs, and what is measured of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from common.governor.table import H200
+from common.governor.choice import tried_shares
+from common.governor.table import H200, load_table
+from common.step.schedule import Schedule
+from common.step.tasks import Task
 from common.worker.governor import Governor
+from common.worker.live_decode import LiveDecode
+from common.worker.sm_shares import KEPT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 
+ROWS = 64
+TASK = Task.RESPONSE_TRAIN
 
-class _Rows:
-    value = 0
 
-
-def _governor(rows: _Rows) -> Governor:
+def _governor(live: LiveDecode, folder: Path, *, fixed: bool = False) -> Governor:
     unused: Any = None
-    live: Any = rows
-    return Governor(H200, torch.device("cuda", 0), live, unused)
+    record = folder / "learner.json"
+    device = torch.device("cuda", 0)
+    return Governor(H200, device, live, unused, fixed=fixed, record=record)
 
 
-def test_a_job_runs_on_the_share_of_the_live_batch() -> None:
-    rows = _Rows()
-    governor = _governor(rows)
+@pytest.fixture
+def live() -> LiveDecode:
+    return LiveDecode.private()
+
+
+def _beside(governor: Governor, job: Callable[[], Any], **options: Any) -> Any:
+    return governor.run(TASK, job, schedule=Schedule.ROLLPLEX, **options)
+
+
+def test_a_job_runs_on_a_share_while_something_decodes(live: LiveDecode, tmp_path: Path) -> None:
+    governor = _governor(live, tmp_path)
     total = torch.cuda.get_device_properties(0).multi_processor_count
-    whole, sms = governor.run(torch.cuda.current_stream)
-    assert (whole, sms) == (torch.cuda.current_stream(), 0)
-    rows.value = 64
-    shared, sms = governor.run(torch.cuda.current_stream)
-    assert shared != whole
-    assert sms == H200.share_for(64, total_sms=total)
-    assert torch.cuda.current_stream() == whole
+    own = torch.cuda.current_stream()
+    whole = _beside(governor, torch.cuda.current_stream)
+    assert (whole.value, whole.sms) == (own, 0)
+    live.set_rows(ROWS)
+    shared = _beside(governor, torch.cuda.current_stream)
+    assert shared.value != own
+    assert 0 < shared.sms < total
+    assert torch.cuda.current_stream() == own
+    # without the token it has to have the whole GPU
+    assert _beside(governor, torch.cuda.current_stream, beside=False).sms == 0
 
 
-def test_a_share_makes_large_products_slower() -> None:
-    rows = _Rows()
-    governor = _governor(rows)
+def test_every_tried_share_is_made_as_it_was_asked_for(live: LiveDecode, tmp_path: Path) -> None:
+    governor = _governor(live, tmp_path)
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    assert governor._judgement.shares.shares == tried_shares(total)
+
+
+def test_a_table_that_is_named_decides_alone(live: LiveDecode, tmp_path: Path) -> None:
+    governor = _governor(live, tmp_path, fixed=True)
+    live.set_rows(ROWS)
+    assert len({_beside(governor, lambda: None).sms for _ in range(20)}) == 1
+
+
+def test_shares_are_tried_and_their_rates_written_down(live: LiveDecode, tmp_path: Path) -> None:
+    governor = _governor(live, tmp_path)
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    governor._judgement.measured.add_alone(ROWS, 1e-4)
+
+    def job() -> None:
+        live.iterated()
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        torch.cuda.current_stream().synchronize()
+        live.iterated()
+
+    for _ in range(6):
+        _beside(governor, job)
+    live.set_rows(ROWS)
+    tried = set()
+    for _ in range(60):
+        live.iterated()
+        tried.add(_beside(governor, job).sms)
+    live.set_rows(0)
+    governor.step_ended(0)
+    table = load_table(tmp_path / "learner.json")
+    assert len(tried) > 1
+    assert table.device_sms == torch.cuda.get_device_properties(0).multi_processor_count
+    by_share = sorted(table.entries, key=lambda entry: entry.sms)
+    assert {entry.sms for entry in by_share} <= tried
+    assert len(by_share) > 1
+    assert by_share[0].background_rate < by_share[-1].background_rate
+
+
+def test_a_share_makes_large_products_slower(live: LiveDecode, tmp_path: Path) -> None:
+    governor = _governor(live, tmp_path, fixed=True)
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
-    def seconds() -> float:
+    def milliseconds() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(10):
@@ -50,9 +111,18 @@ def test_a_share_makes_large_products_slower() -> None:
         end.synchronize()
         return begin.elapsed_time(end)
 
-    governor.run(seconds)
-    whole_ms, _ = governor.run(seconds)
-    rows.value = 64
-    governor.run(seconds)
-    shared_ms, _ = governor.run(seconds)
-    assert shared_ms > 1.3 * whole_ms
+    _beside(governor, milliseconds)
+    whole_ms = _beside(governor, milliseconds).value
+    live.set_rows(ROWS)
+    _beside(governor, milliseconds)
+    assert _beside(governor, milliseconds).value > 1.3 * whole_ms
+
+
+def test_shares_do_not_each_keep_their_own_memory(live: LiveDecode, tmp_path: Path) -> None:
+    shares = _governor(live, tmp_path)._judgement.shares
+    size = KEPT_BYTES + (1 << 30)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for share in shares.shares:
+        shares.run(share, lambda: torch.empty(size, dtype=torch.uint8, device="cuda").fill_(1))
+    assert torch.cuda.memory_reserved() - before < 2 * size

@@ -140,6 +140,14 @@ def test_norm_does_not_overflow_and_small_gradients_stay():
     assert small.tolist() == pytest.approx([0.3, 0.4])
 
 
+def test_the_norm_of_parts_is_the_norm_of_all(monkeypatch):
+    monkeypatch.setattr("common.rl.optimizer.NORM_PART", 10)
+    values = torch.arange(1.0, 34.0)
+    expected = float(values.double().norm())
+    assert clip_by_global_norm(values, 1e9) == pytest.approx(expected, rel=1e-15)
+    assert clip_by_global_norm(torch.tensor([1.0] * 11 + [math.nan]), 1.0) != expected
+
+
 def test_an_update_without_tokens_is_refused():
     with pytest.raises(InvalidArgument, match="response tokens of the step = 0"):
         normalise(torch.zeros(2), 0)

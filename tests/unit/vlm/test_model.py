@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -42,6 +44,29 @@ def test_prefix_bits_do_not_depend_on_grad_mode_or_checkpointing(bound):
     for other in (encode(split, case), encode(split, case, checkpointing=True)):
         for a, b in zip((*plain.keys, *plain.values), (*other.keys, *other.values), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_tower_in_bfloat16_sees_no_more_than_rounded_pixels():
+    split = SplitModel(bound_model(tiny_config(), dtype=torch.bfloat16, train_vision=False).model)
+    exact = make_case(split.config, (1,), images=[(1, 16, 20)], videos=[(3, 8, 8)]).prompt
+    rounded = dataclasses.replace(
+        exact,
+        pixel_values=exact.pixel_values.to(torch.bfloat16),
+        pixel_values_videos=exact.pixel_values_videos.to(torch.bfloat16),
+    )
+    assert not torch.equal(rounded.pixel_values.float(), exact.pixel_values)
+    assert torch.equal(split.vision_embeddings(rounded), split.vision_embeddings(exact))
+
+
+def test_a_prefix_from_given_embeddings_reads_no_pixels(bound):
+    split = SplitModel(bound.model)
+    case = make_case(bound.model.config, (1,), images=[(1, 16, 20)], videos=[(3, 8, 8)])
+    vision = split.vision_embeddings(case.prompt)
+    bare = case.prompt.without_pixels()
+    assert bare.pixel_values.untyped_storage().nbytes() == 0
+    expected, found = (split.prefix_kv(prompt, vision) for prompt in (case.prompt, bare))
+    for a, b in zip(expected.keys, found.keys, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -53,7 +53,11 @@ def make_decoder(model, params=PARAMS, *, forced=False):
         limits=torch.zeros(9, dtype=torch.int32),
     )
     return CudaDecoder(
-        model, pool, choice, cuts=dataclasses.replace(Cuts.of(rows=8), items=5), positions=256
+        model,
+        pool,
+        choice,
+        cuts=dataclasses.replace(Cuts.of(rows=8), items=5, early=False),
+        positions=256,
     )
 
 

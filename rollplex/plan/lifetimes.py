@@ -1,0 +1,213 @@
+"""Which tensors are on a GPU in which phase: naive colocation, and each schedule of Rollplex.
+
+Naive colocation runs the same processes without lifetimes: all that a process ever needs stays,
+so every phase has the sum of all largest amounts. Rollplex's lifetimes are those of its leases,
+storages and graphs; a schedule is `common.step.schedule.TABLE`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.step.schedule import Schedule
+from rollplex.plan.sizes import RESERVE_BYTES
+from rollplex.plan.table import Phase, Table, TensorClass
+
+if TYPE_CHECKING:
+    from rollplex.plan.sizes import Sizes
+
+_DECODING = (Phase.PREFILL, Phase.WINDOW)
+_BEFORE_UPDATE = tuple(phase for phase in Phase if phase is not Phase.UPDATE)
+_AFTER_WINDOW = (Phase.REFERENCE, Phase.TRAINING)
+
+
+def naive(sizes: Sizes, *, graphs: int, inputs: bool) -> Table:
+    """Every process keeps everything it ever needs.
+
+    Args:
+        sizes: with plain modules' activations.
+        graphs: prefixes whose graph is kept from window to training.
+        inputs: with `graphs`, layer inputs only.
+    """
+    request, batch = sizes.request, sizes.request.batch
+    table = Table()
+    groups, row = request.groups, batch.row_tokens
+    for name, size in (
+        (TensorClass.POLICY, sizes.weights(request.train_tp)),
+        (TensorClass.ROLLOUT, sizes.weights(request.rollout_tp)),
+        (TensorClass.REFERENCE, sizes.weights(request.train_tp)),
+        (TensorClass.ACCUMULATOR, sizes.accumulator),
+        (TensorClass.MASTERS, sizes.masters),
+        (TensorClass.MOMENTS, sizes.moments),
+        (TensorClass.POOL_PREFIX, sizes.pool_prefix),
+        (TensorClass.POOL_PRIVATE, sizes.pool_private),
+        (TensorClass.POLICY_KV, groups * sizes.prefix_kv),
+        (TensorClass.REFERENCE_KV, groups * sizes.prefix_kv),
+        (TensorClass.KV_GRADIENTS, sizes.prefix_kv_gradients),
+        (TensorClass.GRAPHS, graphs * sizes.graph(inputs=inputs)),
+        (TensorClass.VISION_GRAPHS, groups * sizes.vision_graph(inputs=inputs)),
+        (TensorClass.RESPONSES, sizes.response),
+        (TensorClass.VISION, groups * (sizes.embeddings + sizes.pixels)),
+        (TensorClass.LOGITS, sizes.logits(backward=True) + sizes.logits(backward=False)),
+        (
+            TensorClass.WORK,
+            max(sizes.vision_work(), sizes.encoder_work(inputs=inputs))
+            + sizes.forward_work(row, request.train_tp)
+            + max(sizes.backward_work(row), sizes.update_work())
+            + max(sizes.prefill_work(), sizes.decode_work()),
+        ),
+        (TensorClass.RESERVE, RESERVE_BYTES),
+    ):
+        table.put(name, size)
+    return table
+
+
+def scheduled(
+    sizes: Sizes, schedule: Schedule, *, graphs: int, inputs: bool, restore_ahead: int
+) -> Table:
+    """A schedule of Rollplex.
+
+    Args:
+        sizes: of the kernels that a GPU runs.
+        graphs: prefixes whose graph is kept at a time.
+        inputs: with `graphs`, layer inputs only.
+        restore_ahead: groups still to be trained when the optimizer's state comes back to the
+            device; 0: it comes back for the update.
+    """
+    table = Table()
+    _storages(table, sizes)
+    _prompts(table, sizes, schedule, inputs=inputs)
+    table.put(TensorClass.POOL_PREFIX, sizes.pool_prefix, _DECODING)
+    table.put(TensorClass.POOL_PRIVATE, sizes.pool_private, _DECODING)
+    _leases(table, sizes, schedule)
+    where = training_phases(schedule)
+    table.put(TensorClass.KV_GRADIENTS, sizes.prefix_kv_gradients, where)
+    table.put(TensorClass.RESPONSES, sizes.response, where)
+    _logits(table, sizes, schedule)
+    _work(table, sizes, schedule, inputs=inputs)
+    _graphs(
+        table,
+        sizes,
+        schedule,
+        graphs=graphs,
+        inputs=inputs,
+        restore_ahead=restore_ahead,
+    )
+    return table
+
+
+def training_phases(schedule: Schedule) -> tuple[Phase, ...]:
+    """Where response and prefix backwards may run."""
+    if schedule is Schedule.FUSED:
+        return (Phase.WINDOW, *_AFTER_WINDOW)
+    return (Phase.TRAINING,)
+
+
+def graph_phases(schedule: Schedule) -> tuple[Phase, ...]:
+    """Where graphs of prefixes live."""
+    if schedule is Schedule.SERIAL:
+        return (Phase.TRAINING,)
+    first = (Phase.PREFILL,) if schedule is Schedule.FUSED else ()
+    return (*first, Phase.WINDOW, *_AFTER_WINDOW)
+
+
+def _storages(table: Table, sizes: Sizes) -> None:
+    request = sizes.request
+    if request.layouts_nest:
+        widest = min(request.train_tp, request.rollout_tp)
+        table.put(TensorClass.POLICY, sizes.weights(widest))
+    else:
+        table.put(TensorClass.POLICY, sizes.weights(request.train_tp))
+        table.put(TensorClass.ROLLOUT, sizes.weights(request.rollout_tp))
+    table.put(TensorClass.REFERENCE, sizes.weights(request.train_tp))
+    table.put(TensorClass.ACCUMULATOR, sizes.accumulator)
+    # beside the vision tower it is on its way to the host
+    there = (Phase.VISION, Phase.UPDATE) if request.spill_optimizer else tuple(Phase)
+    table.put(TensorClass.MASTERS, sizes.masters, there)
+    table.put(TensorClass.MOMENTS, sizes.moments, there)
+    table.put(TensorClass.RESERVE, RESERVE_BYTES)
+
+
+def _prompts(table: Table, sizes: Sizes, schedule: Schedule, *, inputs: bool) -> None:
+    """Pixels, embeddings, the tower's graphs. A frozen tower works ahead inside a window."""
+    groups, frozen = sizes.request.groups, not sizes.request.train_vision
+    embeddings = groups * sizes.embeddings
+    pixels = groups * sizes.pixels
+    # the reference needs the pixels again where it has a tower of its own
+    table.put(TensorClass.VISION, embeddings + (0 if frozen else pixels), _BEFORE_UPDATE)
+    table.put(TensorClass.VISION, embeddings + pixels, (Phase.VISION,))
+    if sizes.request.ahead and frozen and schedule is not Schedule.SERIAL:
+        table.put(TensorClass.VISION, 2 * embeddings + pixels, (Phase.WINDOW, *_AFTER_WINDOW))
+        table.put(TensorClass.VISION, embeddings, (Phase.UPDATE,))
+    graphs = groups * sizes.vision_graph(inputs=inputs)
+    table.put(TensorClass.VISION_GRAPHS, graphs, _BEFORE_UPDATE)
+
+
+def _leases(table: Table, sizes: Sizes, schedule: Schedule) -> None:
+    whole = sizes.request.groups * sizes.prefix_kv
+    if schedule is Schedule.SERIAL:
+        table.put(TensorClass.REFERENCE_KV, whole, (Phase.REFERENCE,))
+        table.put(TensorClass.POLICY_KV, sizes.prefix_kv, (Phase.TRAINING,))
+        return
+    table.put(TensorClass.POLICY_KV, whole, graph_phases(schedule))
+    scored = _AFTER_WINDOW if schedule is Schedule.FUSED else (Phase.REFERENCE,)
+    if sizes.request.ahead:
+        table.put(TensorClass.REFERENCE_KV, whole)
+        table.put(TensorClass.REFERENCE_KV, 2 * whole, (Phase.WINDOW, *scored))
+    else:
+        table.put(TensorClass.REFERENCE_KV, whole, (Phase.WINDOW, *scored))
+
+
+def _logits(table: Table, sizes: Sizes, schedule: Schedule) -> None:
+    score, train = sizes.logits(backward=False), sizes.logits(backward=True)
+    table.put(TensorClass.LOGITS, score, (Phase.REFERENCE,))
+    both = score if schedule is Schedule.FUSED else 0
+    table.put(TensorClass.LOGITS, train + both, training_phases(schedule))
+
+
+def _work(table: Table, sizes: Sizes, schedule: Schedule, *, inputs: bool) -> None:
+    """Workspaces of the services that work in a phase: each keeps its own, so they add up."""
+    request = sizes.request
+    prefix, row = request.batch.prefix_tokens, request.batch.row_tokens
+    encode = sizes.forward_work(prefix, request.train_tp)
+    score = sizes.forward_work(row, request.train_tp)
+    train = sizes.encoder_work(inputs=inputs) + sizes.backward_work(row)
+    decode = sizes.decode_work()
+    own_prefill = sizes.prefill_work()
+    fused = schedule is Schedule.FUSED
+    window = {Schedule.SERIAL: 0, Schedule.ROLLPLEX: encode, Schedule.FUSED: score + train}
+    for phase, size in (
+        (Phase.VISION, sizes.vision_work()),
+        (Phase.PREFILL, encode if fused else max(own_prefill, decode)),
+        (Phase.WINDOW, window[schedule] + decode),
+        (Phase.REFERENCE, score + (encode if schedule is Schedule.SERIAL else 0)),
+        (Phase.TRAINING, train),
+        (Phase.UPDATE, sizes.update_work()),
+    ):
+        table.put(TensorClass.WORK, size, (phase,))
+    if fused:
+        table.put(TensorClass.WORK, score + train, _AFTER_WINDOW)
+
+
+def _graphs(
+    table: Table,
+    sizes: Sizes,
+    schedule: Schedule,
+    *,
+    graphs: int,
+    inputs: bool,
+    restore_ahead: int,
+) -> None:
+    """Graphs, and the optimizer's state that returns when few groups are left to train."""
+    one = sizes.graph(inputs=inputs)
+    # in order of completion a group without a graph may come while all kept ones wait
+    again = 1 if schedule is Schedule.FUSED and graphs < sizes.request.groups else 0
+    table.put(TensorClass.GRAPHS, graphs * one, graph_phases(schedule))
+    table.put(TensorClass.GRAPHS, (graphs + again) * one, training_phases(schedule))
+    late = min(graphs + again, restore_ahead)
+    optimizer = sizes.masters + sizes.moments
+    spilled = sizes.request.spill_optimizer
+    if spilled and restore_ahead and late * one + optimizer >= (graphs + again) * one:
+        table.put(TensorClass.GRAPHS, late * one, (Phase.TRAINING,))
+        table.put(TensorClass.MASTERS, sizes.masters, (Phase.TRAINING,))
+        table.put(TensorClass.MOMENTS, sizes.moments, (Phase.TRAINING,))

@@ -1,0 +1,166 @@
+"""The plans of a request: naive colocation, and what each schedule keeps so that it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.step.schedule import Schedule
+from rollplex.plan.lifetimes import naive, scheduled
+from rollplex.plan.sizes import Sizes
+from rollplex.plan.table import Phase, TensorClass
+
+if TYPE_CHECKING:
+    from rollplex.plan.request import PlanRequest
+    from rollplex.plan.table import Table
+
+NAIVE = "naive"
+"""The name of naive colocation among the schedules."""
+
+RESTORE_AHEAD_GROUPS = 5
+"""Groups still to be trained when the optimizer's state is sent back to the device, where there is
+room for it that early."""
+
+_GIB = 2**30
+_LARGEST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to run the step on one GPU.
+
+    Attributes:
+        name: `NAIVE` or a schedule.
+        graphs: prefixes whose graph is kept at a time.
+        inputs: layer inputs only are kept, and layers run again in the backward.
+        restore_ahead: groups still to be trained when the optimizer's state comes back; 0: it
+            comes back for the update, if it has left.
+        host_bytes: of the GPU's tensors that are on the host while they are not needed.
+        notes: what was chosen, and what that costs.
+    """
+
+    name: str
+    sizes: Sizes
+    graphs: int
+    inputs: bool
+    restore_ahead: int
+    host_bytes: int
+    table: Table
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no phase needs more than the GPU has."""
+        return self.table.peak <= self.sizes.request.budget_bytes
+
+    @property
+    def recipe(self) -> dict[str, str | int | bool]:
+        """The recipe's table `training` for this plan; empty for naive colocation."""
+        if self.name == NAIVE:
+            return {}
+        request = self.sizes.request
+        return {
+            "schedule": self.name,
+            "prefix_graphs": self.graphs,
+            "activation_checkpointing": self.inputs,
+            "ahead": request.ahead,
+            "spill_optimizer": request.spill_optimizer,
+            "restore_ahead_groups": self.restore_ahead,
+        }
+
+    @property
+    def excess(self) -> dict[Phase, int]:
+        """Bytes over the GPU's memory, of the phases that do not fit."""
+        budget = self.sizes.request.budget_bytes
+        over = {phase: self.table.total(phase) - budget for phase in Phase}
+        return {phase: size for phase, size in over.items() if size > 0}
+
+    def largest(self, phase: Phase) -> list[TensorClass]:
+        """The classes that take most in a phase."""
+        rows = self.table.rows()
+        return sorted(rows, key=lambda row: -self.table.get(row, phase))[:_LARGEST]
+
+
+def plans(request: PlanRequest) -> tuple[Plan, ...]:
+    """Naive colocation first, then every schedule.
+
+    Raises: InvalidArgument if the request cannot be.
+    """
+    request.check()
+    return (_naive(request), *(_scheduled(request, schedule) for schedule in Schedule))
+
+
+def _naive(request: PlanRequest) -> Plan:
+    sizes = Sizes(request, fused=False)
+    graphs = min(request.groups, request.prefix_graphs or request.groups)
+    return Plan(
+        name=NAIVE,
+        sizes=sizes,
+        graphs=graphs,
+        inputs=request.checkpointing,
+        restore_ahead=0,
+        host_bytes=0,
+        table=naive(sizes, graphs=graphs, inputs=request.checkpointing),
+        notes=("a process's memory stays at its largest: all phases are alike",),
+    )
+
+
+def _scheduled(request: PlanRequest, schedule: Schedule) -> Plan:
+    """The first choice that fits: as many graphs as there is room for, layer inputs at last."""
+    most = 1 if schedule is Schedule.SERIAL else request.groups
+    most = min(most, request.prefix_graphs or most)
+    tiers = (True,) if request.checkpointing else (False, True)
+    choices = [
+        (inputs, graphs, ahead)
+        for inputs in tiers
+        for graphs in range(most, 0, -1)
+        for ahead in ((RESTORE_AHEAD_GROUPS, 0) if request.spill_optimizer else (0,))
+    ]
+    for inputs, graphs, ahead in choices:
+        plan = _choice(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead)
+        if plan.fits:
+            break
+    return plan
+
+
+def _choice(
+    request: PlanRequest, schedule: Schedule, *, inputs: bool, graphs: int, ahead: int
+) -> Plan:
+    sizes = Sizes(request, fused=request.fused)
+    table = scheduled(sizes, schedule, graphs=graphs, inputs=inputs, restore_ahead=ahead)
+    return Plan(
+        name=schedule.value,
+        sizes=sizes,
+        graphs=graphs,
+        inputs=inputs,
+        restore_ahead=ahead,
+        host_bytes=sizes.masters + sizes.moments if request.spill_optimizer else 0,
+        table=table,
+        notes=_notes(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead),
+    )
+
+
+def _notes(
+    request: PlanRequest, schedule: Schedule, *, inputs: bool, graphs: int, ahead: int
+) -> tuple[str, ...]:
+    groups = request.groups
+    notes = []
+    if schedule is Schedule.SERIAL:
+        notes.append("one prefix at a time runs forward and, with its graph, backward")
+    else:
+        again = groups - graphs
+        rest = f"; {again} run forward again for their backward" if again else ""
+        notes.append(f"graphs of {graphs} of {groups} prefixes are kept from the window on{rest}")
+    if inputs:
+        notes.append("of layers only the inputs are kept: every layer runs again in its backward")
+    if not request.spill_optimizer:
+        notes.append("optimizer state stays on the GPU")
+    else:
+        when = f"with {ahead} groups left to train" if ahead else "for the update, not beside work"
+        notes.append(f"optimizer state is on the host from the vision phase on, and back {when}")
+    return tuple(notes)
+
+
+def gib(size_bytes: int) -> str:
+    """GiB with one decimal."""
+    return f"{size_bytes / _GIB:.1f}"

@@ -1,0 +1,202 @@
+"""The plans: the figures of the 32B example, lifetimes, choices, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.config.recipe import TrainingConfig
+from common.errors import InvalidArgument
+from common.step.schedule import Schedule
+from rollplex.plan.plan import NAIVE, RESTORE_AHEAD_GROUPS, plans
+from rollplex.plan.request import Batch, PlanRequest
+from rollplex.plan.shape import read_shape
+from rollplex.plan.sizes import LOGITS_BYTES, NORM_PART_BYTES, RESERVE_BYTES
+from rollplex.plan.table import Phase, TensorClass
+from services.broker import arena_cuda
+
+GIB = 2**30
+
+BATCH = Batch(prompts=32, samples=8, prompt_tokens=4096, vision_tokens=3584, response_tokens=512)
+REQUEST = PlanRequest(
+    shape=read_shape("qwen2.5-vl-32b"), gpu="h800", gpus=32, train_tp=8, rollout_tp=4, batch=BATCH
+)
+"""The example of docs/memory.md."""
+SCHEDULES = [schedule.value for schedule in Schedule]
+
+
+def by_name(request):
+    return {plan.name: plan for plan in plans(request)}
+
+
+@pytest.fixture(scope="module")
+def example():
+    return by_name(REQUEST)
+
+
+def test_naive_colocation_needs_about_165_gib(example):
+    assert example[NAIVE].table.peak / GIB == pytest.approx(165, rel=0.03)
+    assert not example[NAIVE].fits
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_fits_an_h800(example, name):
+    assert example[name].fits
+    assert example[name].table.peak < 80 * GIB
+    assert not example[name].excess
+
+
+def test_naive_bytes_from_the_parameters(example):
+    """The large classes once more, by hand, to 1 %."""
+    table, parameters = example[NAIVE].table, 33.45e9
+
+    def at(row):
+        return table.get(row, Phase.WINDOW)
+
+    assert at(TensorClass.POLICY) == pytest.approx(parameters * 2 / 8, rel=0.01)
+    assert at(TensorClass.ROLLOUT) == pytest.approx(parameters * 2 / 4, rel=0.01)
+    frozen = 33.45e9 - 0.69e9
+    assert at(TensorClass.ACCUMULATOR) == pytest.approx(frozen * 4 / 8, rel=0.01)
+    assert at(TensorClass.MASTERS) == pytest.approx(frozen * 4 / 32, rel=0.01)
+    assert at(TensorClass.MOMENTS) == pytest.approx(frozen * 8 / 32, rel=0.01)
+    kv_token = 2 * 64 * 128 * 2
+    assert at(TensorClass.POOL_PREFIX) == 4 * 4096 * kv_token * 2
+    assert at(TensorClass.POOL_PRIVATE) == 4 * 8 * 512 * kv_token * 2
+    assert at(TensorClass.POLICY_KV) == 8 * 4095 * kv_token
+    assert at(TensorClass.KV_GRADIENTS) == 4095 * kv_token * 2
+    assert at(TensorClass.GRAPHS) == pytest.approx(8 * 4095 * 20.7e6 / 8, rel=0.01)
+
+
+def test_naive_colocation_is_alike_in_every_phase(example):
+    table = example[NAIVE].table
+    assert {table.total(phase) for phase in Phase} == {table.peak}
+
+
+def test_one_copy_of_the_weights_where_layouts_nest(example):
+    for name in SCHEDULES:
+        assert TensorClass.ROLLOUT not in example[name].table.rows()
+    naive, fused = example[NAIVE].table, example["fused"].table
+    wide = naive.get(TensorClass.ROLLOUT, Phase.WINDOW)
+    assert fused.get(TensorClass.POLICY, Phase.WINDOW) == wide
+
+
+def test_layouts_that_do_not_nest_are_rebuilt():
+    tiny = replace(REQUEST.shape, heads=12, kv_heads=12, inner=1152, vocabulary=1200)
+    request = replace(REQUEST, shape=tiny, gpus=12, train_tp=4, rollout_tp=6)
+    for plan in plans(request):
+        assert TensorClass.ROLLOUT in plan.table.rows()
+
+
+def test_lifetimes_of_rollplex(example):
+    table = example["rollplex"].table
+
+    def phases(row):
+        return {phase for phase in Phase if table.get(row, phase)}
+
+    assert phases(TensorClass.POOL_PREFIX) == {Phase.PREFILL, Phase.WINDOW}
+    assert phases(TensorClass.GRAPHS) == {Phase.WINDOW, Phase.REFERENCE, Phase.TRAINING}
+    assert phases(TensorClass.RESPONSES) == {Phase.TRAINING}
+    assert Phase.WINDOW not in phases(TensorClass.MASTERS) | phases(TensorClass.MOMENTS)
+    assert phases(TensorClass.POLICY) == set(Phase)
+
+
+def test_what_each_schedule_keeps_in_the_window(example):
+    def window(name, row):
+        return example[name].table.get(row, Phase.WINDOW)
+
+    assert window("serial", TensorClass.GRAPHS) == window("serial", TensorClass.POLICY_KV) == 0
+    assert window("rollplex", TensorClass.RESPONSES) == 0
+    assert window("fused", TensorClass.RESPONSES) > 0
+
+
+def test_as_many_graphs_as_fit(example):
+    plan = example["rollplex"]
+    assert 1 < plan.graphs < REQUEST.groups
+    assert not plan.inputs
+    one = plan.sizes.graph(inputs=False)
+    assert plan.table.peak + one > REQUEST.budget_bytes
+    (larger,) = [p for p in plans(replace(REQUEST, gpu="h200")) if p.name == "rollplex"]
+    assert larger.graphs == REQUEST.groups
+    assert larger.restore_ahead == RESTORE_AHEAD_GROUPS
+
+
+def test_the_limit_on_graphs_holds_for_all():
+    assert {plan.graphs for plan in plans(replace(REQUEST, prefix_graphs=1))} == {1}
+
+
+def test_layer_inputs_where_no_graph_fits():
+    batch = replace(BATCH, prompt_tokens=16384, vision_tokens=0)
+    plan = by_name(replace(REQUEST, batch=batch))["fused"]
+    assert plan.inputs
+    assert plan.recipe["activation_checkpointing"] is True
+
+
+def test_headroom_is_left(example):
+    headroom = 6 * GIB
+    made = by_name(replace(REQUEST, headroom_bytes=headroom))
+    assert made["rollplex"].graphs < example["rollplex"].graphs
+    assert made["rollplex"].table.peak + headroom <= 81559 * 2**20
+
+
+def test_optimizer_state_that_stays():
+    made = by_name(replace(REQUEST, spill_optimizer=False))["rollplex"]
+    masters = {made.table.get(TensorClass.MASTERS, phase) for phase in Phase}
+    assert masters == {made.sizes.masters}
+    assert made.host_bytes == 0
+
+
+def test_a_trained_tower_has_graphs_and_accumulators():
+    frozen, trained = (by_name(replace(REQUEST, train_vision=on)) for on in (False, True))
+    for name in (NAIVE, "rollplex"):
+        assert TensorClass.VISION_GRAPHS not in frozen[name].table.rows()
+        assert trained[name].table.get(TensorClass.VISION_GRAPHS, Phase.TRAINING) > 0
+        assert trained[name].sizes.accumulator > frozen[name].sizes.accumulator
+
+
+def test_float32_has_no_masters_and_no_fused_kernels():
+    plan = by_name(replace(REQUEST, dtype="float32"))["serial"]
+    assert plan.sizes.masters == 0
+    assert not plan.sizes.fused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu": "b200"}, "gpu = 'b200': legal are a100-80, h100, h800, h200"),
+        ({"train_tp": 3}, "train_tp = 3: .*40 heads.* on 32 GPUs legal are 1, 2, 4, 8"),
+        ({"rollout_tp": 16}, "rollout_tp = 16: .*legal are 1, 2, 4, 8"),
+        ({"dtype": "fp8"}, "dtype = 'fp8': legal are bfloat16, float32"),
+        ({"gpus": 0}, "gpus = 0: must be at least 1"),
+        ({"prefix_graphs": 0}, "prefix_graphs = 0: must be at least 1"),
+        ({"headroom_bytes": 1 << 40}, "headroom = .*less than"),
+        ({"batch": replace(BATCH, prompt_tokens=1)}, "prompt_tokens = 1: must be at least 2"),
+        ({"batch": replace(BATCH, vision_tokens=4096)}, "must be from 0 to .* = 4095"),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        plans(replace(REQUEST, **changes))
+
+
+def test_constants_are_those_of_the_services():
+    assert RESERVE_BYTES == arena_cuda.RESERVE_BYTES
+    assert TrainingConfig.model_fields["restore_ahead_groups"].default == RESTORE_AHEAD_GROUPS
+
+
+def test_constants_are_those_of_the_update():
+    from common.rl.optimizer import NORM_PART
+
+    assert NORM_PART_BYTES == 8 * NORM_PART
+
+
+def test_logits_are_those_of_the_fused_kernels():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from common.vlm.cuda import vocabulary
+
+    assert LOGITS_BYTES == vocabulary.LOGITS_BYTES
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_recipe_of_a_plan_is_legal(example, name):
+    TrainingConfig(steps=1, prompts_per_step=32, **example[name].recipe)
