@@ -30,12 +30,15 @@ from bench.step_summary import compare, run_figures, spans_of, timed_steps, typi
 from bench.step_workloads import WORKLOADS, Workload, workload
 from common.governor.table import H200, load_table
 from common.step.schedule import Schedule
+from common.worker.governor import TABLES_FOLDER
 from rollplex.client import Client
 from rollplex.models import Run, RunState
 from rollplex.verify.node import temporary_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from common.governor.table import CoRunTable
 
 PEAK_TFLOPS = 780.0
 """bf16 product of 8192-cubed matrices on an H200."""
@@ -151,7 +154,7 @@ def _report(
     memory: MemoryTrace,
 ) -> dict[str, Any]:
     sizes = ModelSizes.of(model)
-    table = H200 if options.table is None else load_table(options.table)
+    tables = {label: _table(options, run) for label, run in runs.items()}
     figures: dict[str, dict[str, Any]] = {}
     pictured: list[PicturedStep] = []
     failed: dict[str, dict[str, Any]] = {}
@@ -186,7 +189,7 @@ def _report(
         work=work,
         seed=SEED,
         step_numbers=range(options.warmup, options.warmup + options.steps),
-        table=table,
+        tables=tables,
     )
     if options.png is not None and pictured:
         title = f"workload {options.workload}, {options.scale}, {options.device}"
@@ -195,13 +198,21 @@ def _report(
         "command": " ".join(["python -m bench.step", *sys.argv[1:]]),
         "conditions": conditions(options.device),
         "workload": {"name": options.workload, "lengths": work.lengths.model_dump()},
-        "table": table.device,
         "governor": options.governor,
         "prefix_graphs": options.graphs,
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
+        "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
+
+
+def _table(options: argparse.Namespace, run: Run) -> CoRunTable:
+    """The rates that the run has measured; without any, those that it went by."""
+    measured = Path(run.run_dir) / TABLES_FOLDER
+    if options.table is None and measured.is_dir():
+        return load_table(measured)
+    return H200 if options.table is None else load_table(options.table)
 
 
 def _keep(folder: Path, target: Path) -> None:

@@ -96,13 +96,14 @@ def compare(
     work: Workload,
     seed: int,
     step_numbers: Sequence[int],
-    table: CoRunTable,
+    tables: Mapping[str, CoRunTable],
 ) -> None:
     """Add what needs the serial run: gains, decode slow-down, the bound and the share of it.
 
     Args:
         figures: by label; nothing is added where no serial run is among them.
         step_numbers: the timed steps, whose lengths say how many sequences decode when.
+        tables: by label, the co-run rates that its bound is from.
     """
     serial = figures.get(SERIAL)
     if serial is None:
@@ -117,11 +118,11 @@ def compare(
             )
         ]
         occupied.update(occupancy(lengths))
-    for found in figures.values():
+    for label, found in figures.items():
         bound = bound_s(
             found["schedule"],
             serial,
-            table=table,
+            table=tables[label],
             occupied=occupied,
             prompts=work.prompts,
             train_vision=work.train_vision,

@@ -101,17 +101,23 @@ class Deployment(FrozenConfig):
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
-    governor: Literal["auto", "off"] = "auto"
-    """Whether work beside the decode is kept to a share of a GPU's SMs. off: it starves the decode;
-    for comparisons."""
+    governor: Literal["auto", "on", "off"] = "auto"
+    """Whether work beside the decode is kept to a share of a GPU's SMs, by co-run rates that are
+    measured meanwhile. off: it starves the decode; for comparisons. on: on a CPU as well, where
+    there are no shares and work takes turns; for rehearsals."""
     governor_table: Path | None = None
-    """Co-run rates that the shares are chosen by, TOML or JSON (`common.governor.table`); unset:
-    those of an H200, scaled to the GPU's SMs."""
+    """Co-run rates that the shares are chosen by, and by them alone: TOML or JSON, or a folder of
+    JSON files such as the `governor` folder of a run (`common.governor.table`). Unset: those of an
+    H200, scaled to the GPU's SMs, until enough is measured."""
     arena_gib: float = Field(default=4.0, gt=0)
     """Memory of the machine that the broker may hand out, in GiB."""
     hbm_budget_gib: float | None = Field(default=None, gt=0)
     """Memory of each GPU that the broker may hand out and reserve, in GiB; unset: all of it less
     8 GiB (at most a quarter) for what is in no ledger, such as the processes' CUDA contexts."""
+    spill_gib: float | None = Field(default=None, ge=0)
+    """Memory of the machine for what is moved out of arenas while nobody needs it, such as the
+    optimizer's state beside a rollout, in GiB; on a GPU node it is pinned. 0: nothing is moved.
+    Unset: half of the machine's memory, which is taken only as far as it is needed."""
     arena: Literal["auto", "vmm", "ipc"] = "auto"
     """How GPU memory is shared between processes: `vmm` by file descriptors, `ipc` by legacy CUDA
     IPC handles, for drivers that cannot do the former; `ipc` takes its whole budget at the start
@@ -143,7 +149,7 @@ class Deployment(FrozenConfig):
     @property
     def governed(self) -> bool:
         """Whether background work runs on shares of the SMs."""
-        return self.device == "cuda" and self.governor == "auto"
+        return self.governor == "on" or (self.governor == "auto" and self.device == "cuda")
 
     @property
     def participants(self) -> tuple[Participant, ...]:
@@ -178,6 +184,13 @@ class Deployment(FrozenConfig):
     def arena_bytes(self) -> int:
         """Size of the broker's arena."""
         return int(self.arena_gib * 2**30)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Host memory for spilled contents, the default worked out."""
+        if self.spill_gib is not None:
+            return int(self.spill_gib * 2**30)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
     @property
     def gpus(self) -> int:

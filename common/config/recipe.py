@@ -62,6 +62,9 @@ class DataConfig(FrozenConfig):
     """Processes that read, tokenize and process pixels."""
     cache_mib: int = Field(default=256, ge=0)
     """Memory for prepared samples that may be used again, in MiB; 0: none are kept."""
+    ahead_mib: int = Field(default=1024, ge=0)
+    """Device memory for prompts and vision embeddings of the next step, in MiB: a video of 24,320
+    patches needs 55 of them in bfloat16. What does not fit is prepared when its step has begun."""
     max_drop_fraction: float = Field(default=0.1, ge=0, le=1)
     """The run stops when more than this share of its samples had to be dropped."""
 
@@ -128,9 +131,22 @@ class TrainingConfig(FrozenConfig):
     share_prefix: bool = True
     """Whether training and scoring run a group's prefix once. off, for comparisons: once for each
     response, as where responses are scored alone; the update is the same. With `serial` only."""
+    ahead: bool = True
+    """Whether prompts of the next step are worked on in this one: prepared by idle data workers,
+    and, while sequences decode, run through a frozen vision tower and the reference. With `serial`
+    they are prepared only. The update is the same; off, for comparisons."""
+    ahead_reference_groups: int | None = Field(default=None, ge=0)
+    """Most groups of the next step whose reference prefix K/V are kept on the device meanwhile.
+    Unset: all of them."""
     prefix_graphs: int | None = Field(default=None, ge=1)
     """Most groups whose policy prefix keeps its graph at a time; those of the others run again in
     their backward. Unset: all of a step, which is the fastest where they fit."""
+    spill_optimizer: bool | Literal["auto"] = "auto"
+    """Whether the optimizer's state lies in the host's memory while no update needs it, so that its
+    device memory serves the rest of the step. auto: on a GPU; the update is the same."""
+    restore_ahead_groups: int = Field(default=5, ge=0)
+    """How many groups are still to be trained when the spilled optimizer's state begins to come
+    back. 0: it comes back when the update waits for it."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only on demand and, with `final_checkpoint`, at the end."""
     final_checkpoint: bool = True

@@ -47,6 +47,7 @@ class SampleSource:
         model_path: folder with tokenizer and image processor.
         splits: source of each split (``train``, ``eval``) as in the recipe.
         max_prompt_tokens: see `PromptLimits`, as for the two below.
+        bfloat16_pixels: see `PreparedSample.rounded_to_bfloat16`.
     """
 
     model_path: str
@@ -54,9 +55,12 @@ class SampleSource:
     max_prompt_tokens: int
     min_pixels: int | None = None
     max_pixels: int | None = None
+    bfloat16_pixels: bool = False
 
     @classmethod
-    def from_config(cls, model_path: str, data: DataConfig) -> SampleSource:
+    def from_config(
+        cls, model_path: str, data: DataConfig, *, bfloat16_pixels: bool = False
+    ) -> SampleSource:
         """What the recipe says."""
         splits = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
         return cls(
@@ -65,6 +69,7 @@ class SampleSource:
             max_prompt_tokens=data.max_prompt_tokens,
             min_pixels=data.min_pixels,
             max_pixels=data.max_pixels,
+            bfloat16_pixels=bfloat16_pixels,
         )
 
 
@@ -113,7 +118,8 @@ class SampleReader:
             raise SampleError(
                 SampleFault.UNREADABLE_ROW, sample, f"the row is a {type(row).__name__}, no mapping"
             )
-        return self.processor.prepare(row, sample=sample)
+        prepared = self.processor.prepare(row, sample=sample)
+        return prepared.rounded_to_bfloat16() if self._source.bfloat16_pixels else prepared
 
 
 class SamplePool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from common.ids import LeaseId, Participant, WeightsVersion
+    from common.ids import GroupId, LeaseId, Participant, WeightsVersion
     from common.step.plan import StepPlan
+    from common.step.tasks import Task
 
 
 class ModelRole(StrEnum):
@@ -153,6 +154,18 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AheadDone:
+    """A result for a prompt of the next step lies in the sender's process.
+
+    Its work is None where it lay there already. The event is about no group of the present step.
+    """
+
+    task: Task
+    index: GroupId
+    """Which group of `StepPlan.ahead`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFailed:
     """A task ended in an error; the epoch ends with it."""
 
@@ -161,6 +174,15 @@ class TaskFailed:
     type: str
     message: str
     retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryWanted:
+    """A storage is to come back to a device that has no room for it now."""
+
+    device: str
+    """``cpu``, or a GPU's UUID."""
+    size_bytes: int
 
 
 Body = (
@@ -180,5 +202,7 @@ Body = (
     | ResponsesTrained
     | PrefixBackpropagated
     | WeightsPublished
+    | AheadDone
     | TaskFailed
+    | MemoryWanted
 )

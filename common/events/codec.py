@@ -48,6 +48,7 @@ def event_to_proto(event: Event) -> events_pb2.Event:
                 start_ns=event.work.start_ns,
                 end_ns=event.work.end_ns,
                 sms=event.work.sms,
+                decode_rate=event.work.decode_rate,
             )
         )
     name, encode, _ = _CODECS[type(event.body)]
@@ -72,6 +73,7 @@ def event_from_proto(message: events_pb2.Event) -> Event:
             start_ns=message.work.start_ns,
             end_ns=message.work.end_ns,
             sms=message.work.sms,
+            decode_rate=message.work.decode_rate,
         )
     return Event(
         event_id=message.event_id,
@@ -260,7 +262,17 @@ _CODECS: dict[type[Any], _Codec] = {
             weights_version=WeightsVersion(m.weights_version), metrics=dict(m.metrics)
         ),
     ),
+    bodies.AheadDone: (
+        "ahead_done",
+        lambda b: events_pb2.AheadDone(task=b.task, index=b.index),
+        lambda m: bodies.AheadDone(task=Task(m.task), index=GroupId(m.index)),
+    ),
     bodies.TaskFailed: ("task_failed", _failed_proto, _failed),
+    bodies.MemoryWanted: (
+        "memory_wanted",
+        lambda b: events_pb2.MemoryWanted(device=b.device, size_bytes=b.size_bytes),
+        lambda m: bodies.MemoryWanted(device=m.device, size_bytes=m.size_bytes),
+    ),
 }
 
 _DECODERS: dict[str, Callable[[Any], Body]] = {name: decode for name, _, decode in _CODECS.values()}

@@ -23,6 +23,8 @@ class WorkSpan:
     end_ns: int
     sms: int = 0
     """Multiprocessors that it could fill; 0: all of the GPU, or there is none."""
+    decode_rate: float = 0.0
+    """Rate of the decode beside it over the decode's rate alone; 0: none, or not measured."""
 
 
 def new_event_id() -> str:

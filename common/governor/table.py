@@ -6,14 +6,19 @@ rate alone on the whole GPU: 1 is no better than taking turns.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
 
-from common.config.base import FrozenConfig
-from common.config.loading import load_config
+from common.config.base import ConfigError, FrozenConfig
+from common.config.loading import check, load_config
+from common.governor.rates import Rates
+from common.step.tasks import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -28,6 +33,8 @@ class CoRun(FrozenConfig):
     """See the module's text."""
     background_rate: float = Field(gt=0, le=1)
     """Rate of the background work on so many SMs over its rate on all of them."""
+    task: Task | None = None
+    """Kind of the background work; unset: any."""
 
     @model_validator(mode="after")
     def _decode_goes_on(self) -> Self:
@@ -52,66 +59,118 @@ class CoRunTable(FrozenConfig):
     device_sms: int = Field(ge=1)
     """SMs of that GPU."""
     entries: tuple[CoRun, ...] = Field(min_length=1)
-    """In any order; one share of one number of rows only once."""
+    """In any order; one share of one number of rows and one kind of work only once."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        keys = [(entry.rows, entry.sms) for entry in self.entries]
+        keys = [(entry.task, entry.rows, entry.sms) for entry in self.entries]
         if len(set(keys)) != len(keys):
-            raise ValueError("entries: a pair of rows and sms is there twice")
+            raise ValueError("entries: task, rows and sms of two entries are the same")
         over = [entry.sms for entry in self.entries if entry.sms > self.device_sms]
         if over:
             raise ValueError(f"entries: sms = {over[0]} is over device_sms = {self.device_sms}")
         return self
 
-    def best(self, rows: int) -> CoRun:
-        """The entry of the greatest gain for the least number of rows that holds so many.
+    def beside(self, rows: int) -> tuple[CoRun, ...]:
+        """The entries for the least number of rows that holds so many.
 
         Args:
             rows: at least 1; more than were measured count as the most that were.
         """
-        measured = sorted({entry.rows for entry in self.entries})
-        bracket = next((known for known in measured if known >= rows), measured[-1])
-        fitting = [entry for entry in self.entries if entry.rows == bracket]
-        return max(fitting, key=lambda entry: (entry.gain, -entry.sms))
+        return tuple(_bracket(self.entries, rows))
 
-    def share_for(self, rows: int, *, total_sms: int) -> int:
-        """SMs for background work beside so many decoding sequences; 0 sequences: all of them.
+    def rates(self, task: Task, rows: int, share: int, *, total_sms: int) -> Rates:
+        """What is known of a kind of work on a share, for the least number of rows as in `beside`.
+
+        Between two measured shares, and between them and the ends, the rates go in straight lines:
+        on no SM nothing is done, and on all of them decode and work take turns at best. Entries of
+        the kind itself count; else those of no kind in particular; else all.
 
         Args:
-            total_sms: of the GPU at hand; shares are scaled to it.
+            share: of `total_sms` SMs of the GPU at hand; shares are scaled to it.
         """
-        if rows <= 0:
-            return total_sms
-        share = round(self.best(rows).sms * total_sms / self.device_sms)
-        return max(1, min(total_sms, share))
+        entries = _bracket(self._entries_of(task), rows)
+        measured = sorted({entry.sms for entry in entries})
+        known = [(0.0, Rates(decode=1.0, background=0.0))]
+        known += [(sms / self.device_sms, _mean(entries, sms)) for sms in measured]
+        if measured[-1] < self.device_sms:
+            known.append((1.0, Rates(decode=0.0, background=1.0)))
+        wanted = share / total_sms
+        for (low, below), (high, above) in itertools.pairwise(known):
+            if wanted <= high:
+                way = (wanted - low) / (high - low)
+                return Rates.clamped(
+                    decode=below.decode + way * (above.decode - below.decode),
+                    background=below.background + way * (above.background - below.background),
+                )
+        raise AssertionError(f"a share of {share} of {total_sms} SMs")
 
     def shares(self, *, total_sms: int) -> tuple[int, ...]:
-        """Every share that `share_for` can call for, smallest first, the whole GPU included."""
-        rows = {entry.rows for entry in self.entries}
-        return tuple(sorted({self.share_for(r, total_sms=total_sms) for r in (0, *rows)}))
+        """The measured shares, scaled to a GPU of so many SMs, smallest first."""
+        scaled = (round(entry.sms * total_sms / self.device_sms) for entry in self.entries)
+        return tuple(sorted({max(1, share) for share in scaled}))
+
+    def _entries_of(self, task: Task) -> tuple[CoRun, ...]:
+        for kind in (task, None):
+            found = tuple(entry for entry in self.entries if entry.task is kind)
+            if found:
+                return found
+        return self.entries
+
+
+def _bracket(entries: Sequence[CoRun], rows: int) -> list[CoRun]:
+    measured = sorted({entry.rows for entry in entries})
+    bracket = next((known for known in measured if known >= rows), measured[-1])
+    return [entry for entry in entries if entry.rows == bracket]
+
+
+def _mean(entries: Sequence[CoRun], sms: int) -> Rates:
+    here = [entry for entry in entries if entry.sms == sms]
+    return Rates(
+        decode=statistics.fmean(entry.decode_rate for entry in here),
+        background=statistics.fmean(entry.background_rate for entry in here),
+    )
 
 
 def load_table(path: Path) -> CoRunTable:
-    """Read a table from TOML or JSON. Raises ConfigError."""
-    return load_config(CoRunTable, path)
+    """Read a table from TOML or JSON, or from all JSON files of a folder.
+
+    Raises: ConfigError, also where the files of a folder are about different GPUs.
+    """
+    if not path.is_dir():
+        return load_config(CoRunTable, path)
+    tables = [load_config(CoRunTable, file) for file in sorted(path.glob("*.json"))]
+    sizes = sorted({table.device_sms for table in tables})
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"tables in {path} have device_sms = {sizes}; legal is at least one table, all of "
+            "them with the same"
+        )
+    merged = {
+        "device": tables[0].device,
+        "device_sms": sizes[0],
+        "entries": [entry for table in tables for entry in table.entries],
+    }
+    return check(CoRunTable, merged, source=str(path))
 
 
-_RATES = {46: 0.45, 66: 0.59, 92: 0.79}
-"""Prefix forward of Qwen2.5-VL-3B alone on so many of 132 SMs."""
-_GAINS = {
-    8: {46: 1.26, 66: 1.38, 92: 1.34},
-    64: {46: 1.15, 66: 1.23, 92: 1.20},
-    256: {46: 1.00, 66: 1.07, 92: 1.04},
+_RATES = {
+    2: {40: (0.92, 0.33), 56: (0.83, 0.42), 72: (0.75, 0.54), 96: (0.63, 0.66), 112: (0.52, 0.70)},
+    8: {40: (0.92, 0.31), 56: (0.81, 0.41), 72: (0.74, 0.52), 96: (0.60, 0.65), 112: (0.49, 0.70)},
+    16: {40: (0.89, 0.32), 56: (0.80, 0.41), 72: (0.72, 0.53), 96: (0.57, 0.66), 112: (0.45, 0.70)},
+    32: {40: (0.83, 0.33), 56: (0.75, 0.42), 72: (0.68, 0.53), 96: (0.52, 0.66), 112: (0.42, 0.71)},
+    64: {40: (0.83, 0.30), 56: (0.69, 0.41), 72: (0.61, 0.49), 96: (0.51, 0.59), 112: (0.44, 0.66)},
 }
+"""Decode and background rates by rows and SMs: means of prefix forward, and of prefix forward and
+backward, in one run of `bench.corun`."""
 
 H200 = CoRunTable(
     device="NVIDIA H200",
     device_sms=132,
     entries=tuple(
-        CoRun(rows=rows, sms=sms, gain=gain, background_rate=_RATES[sms])
-        for rows, gains in _GAINS.items()
-        for sms, gain in gains.items()
+        CoRun(rows=rows, sms=sms, gain=round(decode + background, 2), background_rate=background)
+        for rows, shares in _RATES.items()
+        for sms, (decode, background) in shares.items()
     ),
 )
-"""Prefixes of 6144 tokens encoded beside a decode of groups that share one each."""
+"""Prefixes of 6144 tokens of the 3B model beside its decode, whose groups share one each."""

@@ -29,8 +29,12 @@ def backward_on_current_stream(outputs: Iterable[Tensor]) -> None:
     node and each node for it, so the result is that of the plain backward.
 
     Args:
-        outputs: on one CUDA device. Their forward's kernels have ended.
+        outputs: on one device. Their forward's kernels have ended. A CPU has no streams, and
+            nothing is done.
     """
+    outputs = list(outputs)
+    if not any(output.is_cuda for output in outputs):
+        return
     here = torch.cuda.current_stream()
 
     def enter() -> torch.cuda.Stream:

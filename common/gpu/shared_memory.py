@@ -8,9 +8,13 @@ then the device has them back.
 from __future__ import annotations
 
 import os
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from common.gpu.driver import CudaDriverError, bindings, call, fill_zero, use_primary_context
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def granularity_bytes(ordinal: int) -> int:
@@ -71,11 +75,23 @@ class OwnedMemory:
 
     def zero(self) -> None:
         """Set it to zero; it is when this returns."""
-        address = _map(self._ordinal, self._handle, self.size_bytes)
+        with self.mapped() as address:
+            fill_zero(self._ordinal, address, self.size_bytes)
+
+    @contextmanager
+    def mapped(self) -> Iterator[int]:
+        """Its address in this process, inside the block. No GPU work may outlast the block."""
+        use_primary_context(self._ordinal)
+        address = _reserve(self.size_bytes)
         try:
-            fill_zero(self._ordinal, int(address), self.size_bytes)
+            _map(self._ordinal, address, self._handle, self.size_bytes)
+            try:
+                yield int(address)
+            finally:
+                use_primary_context(self._ordinal)
+                call("cuMemUnmap", address, self.size_bytes)
         finally:
-            _unmap(address, self.size_bytes)
+            call("cuMemAddressFree", address, self.size_bytes)
 
     def release(self) -> None:
         """Give it up; it goes back to the device when nobody maps it. Idempotent."""
@@ -85,7 +101,11 @@ class OwnedMemory:
 
 
 class MappedMemory:
-    """Another process's device memory at an address of this one."""
+    """Another process's device memory at an address of this one.
+
+    `park` takes the memory out and keeps the address; `restore` puts memory there again. Both are
+    not to be called beside each other or beside `unmap`.
+    """
 
     def __init__(self, ordinal: int, descriptor: int, size_bytes: int) -> None:
         """Import and map.
@@ -97,49 +117,67 @@ class MappedMemory:
         use_primary_context(ordinal)
         self.size_bytes = size_bytes
         self.ordinal = ordinal
-        handle = call("cuMemImportFromShareableHandle", descriptor, _handle_type())
+        self._mapped = False
+        self._address: Any = _reserve(size_bytes)
+        self._reserved = True
         try:
-            self._address: Any = _map(ordinal, handle, size_bytes)
-        finally:
-            call("cuMemRelease", handle)
-        self._mapped = True
+            self.restore(descriptor)
+        except BaseException:
+            self.unmap()
+            raise
 
     @property
     def address(self) -> int:
         """Device address of the first byte, fixed until `unmap`."""
         return int(self._address)
 
-    def unmap(self) -> None:
-        """Take it out of this process. No kernel may use it any more. Idempotent."""
+    def park(self) -> None:
+        """Take the memory out; the address stays. No kernel may use it any more. Idempotent."""
         if self._mapped:
             self._mapped = False
             use_primary_context(self.ordinal)
-            _unmap(self._address, self.size_bytes)
+            call("cuMemUnmap", self._address, self.size_bytes)
 
+    def restore(self, descriptor: int) -> None:
+        """Import memory of the same size and map it at the address, where none is.
 
-def _map(ordinal: int, handle: Any, size_bytes: int) -> Any:
-    """Map physical memory at a new address, for reading and writing. The context is current."""
-    driver = bindings()
-    address = call("cuMemAddressReserve", size_bytes, 0, 0, 0)
-    try:
-        call("cuMemMap", address, size_bytes, 0, handle, 0)
+        Args:
+            descriptor: from `OwnedMemory.export`; stays the caller's to close.
+        """
+        use_primary_context(self.ordinal)
+        handle = call("cuMemImportFromShareableHandle", descriptor, _handle_type())
         try:
-            access = driver.CUmemAccessDesc()
-            access.location = _properties(ordinal).location
-            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            call("cuMemSetAccess", address, size_bytes, [access], 1)
-        except BaseException:
-            call("cuMemUnmap", address, size_bytes)
-            raise
+            _map(self.ordinal, self._address, handle, self.size_bytes)
+        finally:
+            call("cuMemRelease", handle)
+        self._mapped = True
+
+    def unmap(self) -> None:
+        """Give up memory and address. No kernel may use it any more. Idempotent."""
+        self.park()
+        if self._reserved:
+            self._reserved = False
+            use_primary_context(self.ordinal)
+            call("cuMemAddressFree", self._address, self.size_bytes)
+
+
+def _reserve(size_bytes: int) -> Any:
+    """An address for memory to be mapped at. The context is current."""
+    return call("cuMemAddressReserve", size_bytes, 0, 0, 0)
+
+
+def _map(ordinal: int, address: Any, handle: Any, size_bytes: int) -> None:
+    """Map physical memory for reading and writing. The context is current."""
+    driver = bindings()
+    call("cuMemMap", address, size_bytes, 0, handle, 0)
+    try:
+        access = driver.CUmemAccessDesc()
+        access.location = _properties(ordinal).location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", address, size_bytes, [access], 1)
     except BaseException:
-        call("cuMemAddressFree", address, size_bytes)
+        call("cuMemUnmap", address, size_bytes)
         raise
-    return address
-
-
-def _unmap(address: Any, size_bytes: int) -> None:
-    call("cuMemUnmap", address, size_bytes)
-    call("cuMemAddressFree", address, size_bytes)
 
 
 def _properties(ordinal: int) -> Any:

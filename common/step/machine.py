@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.events import Event, bodies
-from common.step.tasks import Task
 from common.step.view import StepView
 
 if TYPE_CHECKING:
     from common.ids import GroupId
     from common.step.plan import StepPlan
+    from common.step.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class StartTask:
 
     task: Task
     group: GroupId | None
+    """Of the step; for the tasks in `AHEAD`, of `StepPlan.ahead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +132,7 @@ class StepMachine:
         for task in lane.tasks:
             if not self.view.wants(task):
                 continue
-            groups: list[GroupId | None] = (
-                [None] if task is Task.UPDATE else [g.group for g in self.view.living]
-            )
-            for group in groups:
+            for group in self.view.subjects(task):
                 if (task, group) in self._started:
                     continue
                 if self.view.may_start(task, group):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
 from common.step.schedule import Schedule
 from protos.rollplex.v1 import common_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class StepMode(StrEnum):
@@ -17,6 +21,11 @@ class StepMode(StrEnum):
     EVAL = "eval"
     """Vision, decode and reward only; the weights stay."""
 
+
+TRAIN_SPLIT = "train"
+"""`PlannedGroup.split` of the rows that are trained on."""
+EVAL_SPLIT = "eval"
+"""`PlannedGroup.split` of the held-out rows."""
 
 _MODES = {
     StepMode.TRAIN: pb.STEP_MODE_TRAIN,
@@ -58,6 +67,8 @@ class StepPlan:
     greedy: bool = False
     replay_dir: str | None = None
     """Folder of recorded responses to replay instead of sampling."""
+    ahead: tuple[PlannedGroup, ...] = ()
+    """Groups of what is likely to come next: a hint. Nothing may depend on its being right."""
 
     def to_proto(self) -> pb.StepPlan:
         """The wire form."""
@@ -68,12 +79,11 @@ class StepPlan:
             mode=mode_to_proto(self.mode),
             schedule=self.schedule,
             weights_version=self.weights_version,
-            groups=[
-                pb.PlannedGroup(group=g.group, split=g.split, sample=g.sample) for g in self.groups
-            ],
+            groups=_groups_to_proto(self.groups),
             samples_per_group=self.samples_per_group,
             greedy=self.greedy,
             replay_dir=self.replay_dir,
+            ahead=_groups_to_proto(self.ahead),
         )
 
     @classmethod
@@ -86,11 +96,19 @@ class StepPlan:
             mode=mode_from_proto(message.mode),
             schedule=Schedule(message.schedule),
             weights_version=WeightsVersion(message.weights_version),
-            groups=tuple(
-                PlannedGroup(group=GroupId(g.group), split=g.split, sample=g.sample)
-                for g in message.groups
-            ),
+            groups=_groups_from_proto(message.groups),
             samples_per_group=message.samples_per_group,
             greedy=message.greedy,
             replay_dir=message.replay_dir if message.HasField("replay_dir") else None,
+            ahead=_groups_from_proto(message.ahead),
         )
+
+
+def _groups_to_proto(groups: Iterable[PlannedGroup]) -> list[pb.PlannedGroup]:
+    return [pb.PlannedGroup(group=g.group, split=g.split, sample=g.sample) for g in groups]
+
+
+def _groups_from_proto(messages: Iterable[pb.PlannedGroup]) -> tuple[PlannedGroup, ...]:
+    return tuple(
+        PlannedGroup(group=GroupId(m.group), split=m.split, sample=m.sample) for m in messages
+    )

@@ -51,6 +51,16 @@ class Condition(StrEnum):
     """Every living group is wholly in the gradient accumulator."""
     PREVIOUS_DONE = "previous_done"
     """Every group before this one in the accumulation order is wholly accumulated."""
+    WINDOW_OPEN = "window_open"
+    """Sequences of this step decode at the moment."""
+    GROUPS_PREPARED = "groups_prepared"
+    """Every living group's prompt tensors are sealed."""
+    PREFIXES_ENCODED = "prefixes_encoded"
+    """Every living group has the prefix K/V of all roles that the step needs."""
+    AHEAD_PREPARED = "ahead_prepared"
+    """The prompt tensors of this group of the next step are there."""
+    NEVER = "never"
+    """The schedule has no such work."""
 
 
 class AccumulationOrder(StrEnum):
@@ -67,11 +77,18 @@ _COMMON: dict[Task, frozenset[Condition]] = {
     Task.REWARD: frozenset({Condition.GENERATED}),
     Task.PREFIX_BACKWARD: frozenset({Condition.RESPONSES_TRAINED}),
     Task.UPDATE: frozenset({Condition.ROLLOUT_OVER, Condition.GROUPS_DONE}),
+    Task.AHEAD_PREPARE: frozenset({Condition.GROUPS_PREPARED}),
 }
+
+_AHEAD_IN_WINDOW = frozenset(
+    {Condition.WINDOW_OPEN, Condition.PREFIXES_ENCODED, Condition.AHEAD_PREPARED}
+)
 
 TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
     Schedule.SERIAL: {
         **_COMMON,
+        Task.AHEAD_VISION: frozenset({Condition.NEVER}),
+        Task.AHEAD_REFERENCE: frozenset({Condition.NEVER}),
         Task.POLICY_VISION: frozenset({Condition.PREPARED}),
         Task.DECODE: frozenset({Condition.VISION_ENCODED}),
         Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.ROLLOUT_OVER}),
@@ -99,6 +116,8 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
     },
     Schedule.ROLLPLEX: {
         **_COMMON,
+        Task.AHEAD_VISION: _AHEAD_IN_WINDOW,
+        Task.AHEAD_REFERENCE: _AHEAD_IN_WINDOW,
         Task.POLICY_VISION: frozenset({Condition.PREPARED}),
         Task.DECODE: frozenset({Condition.VISION_ENCODED}),
         Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.WINDOW_OPENED}),
@@ -119,6 +138,8 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
     },
     Schedule.FUSED: {
         **_COMMON,
+        Task.AHEAD_VISION: _AHEAD_IN_WINDOW,
+        Task.AHEAD_REFERENCE: _AHEAD_IN_WINDOW,
         Task.POLICY_VISION: frozenset({Condition.PREPARED}),
         Task.POLICY_PREFIX: frozenset({Condition.VISION_ENCODED}),
         Task.DECODE: frozenset({Condition.POLICY_PREFIX_ENCODED}),

@@ -30,6 +30,12 @@ class Task(StrEnum):
     """Backward of the policy prefix (and vision tower) from the gradients of its K/V."""
     UPDATE = "update"
     """Normalise, clip, optimizer step, publish the next version."""
+    AHEAD_PREPARE = "ahead_prepare"
+    """`PREPARE` for a prompt of the next step."""
+    AHEAD_VISION = "ahead_vision"
+    """`POLICY_VISION` for a prompt of the next step; of a frozen tower only."""
+    AHEAD_REFERENCE = "ahead_reference"
+    """`REFERENCE_PREFIX` for a prompt of the next step."""
 
 
 OWNER: dict[Task, Service] = {
@@ -43,7 +49,14 @@ OWNER: dict[Task, Service] = {
     Task.RESPONSE_TRAIN: Service.LEARNER,
     Task.PREFIX_BACKWARD: Service.PREFIX_ENCODER,
     Task.UPDATE: Service.LEARNER,
+    Task.AHEAD_PREPARE: Service.PREFIX_ENCODER,
+    Task.AHEAD_VISION: Service.PREFIX_ENCODER,
+    Task.AHEAD_REFERENCE: Service.PREFIX_ENCODER,
 }
+
+AHEAD: frozenset[Task] = frozenset({Task.AHEAD_PREPARE, Task.AHEAD_VISION, Task.AHEAD_REFERENCE})
+"""Work for the next step's prompts. Its groups are those of `StepPlan.ahead`, its results stay in
+the process that did it, and nothing waits for it."""
 
 WEIGHTS_DEPENDENT: frozenset[Task] = frozenset(
     {

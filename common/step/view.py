@@ -14,15 +14,17 @@ from common.events import Event, bodies
 from common.events.bodies import ModelRole
 from common.step.plan import StepMode, StepPlan
 from common.step.schedule import ORDER, TABLE, AccumulationOrder, Condition
-from common.step.tasks import Task
+from common.step.tasks import AHEAD, Task
 
 if TYPE_CHECKING:
     from common.ids import GroupId, LeaseId, WeightsVersion
 
 EVAL_TASKS: frozenset[Task] = frozenset(
-    {Task.PREPARE, Task.POLICY_VISION, Task.DECODE, Task.REWARD}
+    {Task.PREPARE, Task.POLICY_VISION, Task.DECODE, Task.REWARD, Task.AHEAD_PREPARE}
 )
-REFERENCE_TASKS: frozenset[Task] = frozenset({Task.REFERENCE_PREFIX, Task.REFERENCE_SCORE})
+REFERENCE_TASKS: frozenset[Task] = frozenset(
+    {Task.REFERENCE_PREFIX, Task.REFERENCE_SCORE, Task.AHEAD_REFERENCE}
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +67,13 @@ class GroupView:
         return [lease for lease in found if lease is not None]
 
 
+@dataclass(slots=True, kw_only=True)
+class AheadView:
+    """What is done for one group of the next step."""
+
+    done: set[Task] = field(default_factory=set)
+
+
 class StepView:
     """The folded state of one epoch of one step."""
 
@@ -74,6 +83,7 @@ class StepView:
         self.groups: dict[GroupId, GroupView] = {
             g.group: GroupView(group=g.group, split=g.split, sample=g.sample) for g in plan.groups
         }
+        self.ahead: dict[GroupId, AheadView] = {g.group: AheadView() for g in plan.ahead}
         self.window_opened = False
         self.window_closed: bodies.WindowClosed | None = None
         self.published: bodies.WeightsPublished | None = None
@@ -81,6 +91,11 @@ class StepView:
         self.failed: bodies.TaskFailed | None = None
         self.window_start_ns: int | None = None
         self.window_end_ns: int | None = None
+
+    @property
+    def window_open(self) -> bool:
+        """Whether sequences of this step decode at the moment."""
+        return self.window_opened and self.window_closed is None
 
     @property
     def version(self) -> WeightsVersion:
@@ -140,6 +155,8 @@ class StepView:
             case bodies.WindowClosed() as closed:
                 self.window_closed = closed
                 self.window_end_ns = event.work.end_ns if event.work else None
+            case bodies.AheadDone(task=task, index=index):
+                self.ahead[index].done.add(task)
             case bodies.WeightsPublished() as published:
                 self.published = published
             case bodies.StepAborted() as aborted:
@@ -181,20 +198,33 @@ class StepView:
         return self.needs_reference or task not in REFERENCE_TASKS
 
     def may_start(self, task: Task, group: GroupId | None) -> bool:
-        """Ask the schedule; `group` is None for `UPDATE` alone."""
+        """Ask the schedule; `group` is None for `UPDATE` alone, and of `plan.ahead` for `AHEAD`."""
         if self.aborted is not None or not self.wants(task):
             return False
-        state = None if group is None else self.groups[group]
-        if state is not None and not state.alive:
+        state: GroupView | AheadView | None = None
+        if group is not None:
+            state = self.ahead[group] if task in AHEAD else self.groups[group]
+        if isinstance(state, GroupView) and not state.alive:
             return False
         return all(self.holds(c, state) for c in TABLE[self.plan.schedule][task])
 
-    def holds(self, condition: Condition, state: GroupView | None) -> bool:
+    def subjects(self, task: Task) -> list[GroupId | None]:
+        """The groups that a task is done for, in order; None: the whole step."""
+        if task is Task.UPDATE:
+            return [None]
+        if task in AHEAD:
+            return list(self.ahead)
+        return [g.group for g in self.living]
+
+    def holds(self, condition: Condition, state: GroupView | AheadView | None) -> bool:
         """Whether one condition is met now; group conditions need the group."""
         whole = _STEP_CONDITIONS.get(condition)
         if whole is not None:
             return whole(self)
-        assert state is not None, f"{condition} is about a group"
+        if condition is Condition.AHEAD_PREPARED:
+            assert isinstance(state, AheadView), f"{condition} is about a group of the next step"
+            return Task.AHEAD_PREPARE in state.done
+        assert isinstance(state, GroupView), f"{condition} is about a group"
         if condition is Condition.PREVIOUS_DONE:
             return self._previous_done(state)
         if condition is Condition.SCORED:
@@ -220,11 +250,20 @@ def _reference_over(view: StepView) -> bool:
     )
 
 
+def _prefixes_encoded(view: StepView) -> bool:
+    roles = {ModelRole.POLICY, ModelRole.REFERENCE} if view.needs_reference else {ModelRole.POLICY}
+    return all(roles <= g.prefixes.keys() for g in view.living)
+
+
 _STEP_CONDITIONS = {
     Condition.WINDOW_OPENED: lambda v: v.window_opened or v.rollout_over,
     Condition.ROLLOUT_OVER: lambda v: v.rollout_over,
     Condition.REFERENCE_OVER: _reference_over,
     Condition.GROUPS_DONE: lambda v: v.accumulated,
+    Condition.WINDOW_OPEN: lambda v: v.window_open,
+    Condition.GROUPS_PREPARED: lambda v: all(g.prepared is not None for g in v.living),
+    Condition.PREFIXES_ENCODED: _prefixes_encoded,
+    Condition.NEVER: lambda _: False,
 }
 
 _GROUP_CONDITIONS = {

@@ -8,14 +8,16 @@ to be spawned, not forked: a forked one keeps the connection open, and so its pa
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 from common.ids import Epoch, LeaseId
 from common.tensors.connection import Connection
-from common.tensors.intake import map_all
+from common.tensors.device import mapped_storage
+from common.tensors.intake import map_all, map_storage
 from common.tensors.lease import Claim, Lease
 from common.tensors.spec import Placement, Residency
-from common.tensors.storage import Storage
+from common.tensors.storage import Storage, parked
 from common.tensors.wire import specs_to_proto
 from protos.rollplex.v1 import broker_pb2 as pb
 from protos.rollplex.v1 import common_pb2
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.ids import GroupId, Incarnation, Participant, RunId
+    from common.tensors.host import HostPages
     from common.tensors.mapping import Mapping
     from common.tensors.reaper import CudaEvent
     from common.tensors.spec import TensorSpec
@@ -57,6 +60,7 @@ class BrokerClient:
         self.device = device
         self._connection = connection
         self._claims: dict[tuple[LeaseId, bool], Claim] = {}
+        self._parkable: weakref.WeakValueDictionary[int, HostPages] = weakref.WeakValueDictionary()
 
     @classmethod
     async def connect(
@@ -259,10 +263,14 @@ class BrokerClient:
                 )
             )
         answer = await self._connection.ask(
-            pb.BrokerRequest(open_storage=request), timeout_s=timeout_s
+            pb.BrokerRequest(open_storage=request), timeout_s=timeout_s, undo=self._undo_open
         )
         opened = answer.reply.storage_opened
-        (mapping,) = await map_all(answer, [opened.handle])
+        try:
+            mapping = await map_storage(answer, opened, self._parkable)
+        except BaseException:
+            self._undo_open(answer.reply)
+            raise
         return Storage(self._connection, mapping, opened)
 
     async def reserve(
@@ -316,6 +324,15 @@ class BrokerClient:
 
     def _undo_allocate(self, reply: pb.BrokerReply) -> None:
         self._connection.tell(_drop_unsealed(LeaseId(reply.allocated.lease_id)))
+
+    def _undo_open(self, reply: pb.BrokerReply) -> None:
+        """This process has not mapped a storage after all: nobody is to wait for it to park."""
+        opened = reply.storage_opened
+        generation = opened.handle.generation
+        pages = self._parkable.get(generation) or mapped_storage(generation)
+        mapped = pages is not None and pages.parking is not None and not pages.parking.parked
+        if opened.spillable and not mapped:
+            self._connection.tell(parked(opened.storage_id))
 
     def _release_ids(self, lease_ids: Sequence[LeaseId]) -> None:
         self._connection.tell(_release(lease_ids))

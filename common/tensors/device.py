@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from common.gpu.driver import fill_zero, ordinal_of, permit_during_capture
+from common.gpu.driver import fill_zero, ordinal_of, permit_during_capture, synchronize
 from common.gpu.legacy_ipc import OpenedSlab
 from common.gpu.shared_memory import MappedMemory
+from common.tensors.parking import Parking
 from common.tensors.reaper import REAPER, Departure
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class DevicePages:
         ordinal: its number in this process.
         address: of the first byte.
         departure: what happens when this object is gone.
+        parking: for a storage that may be spilled. None: shared by a legacy IPC handle.
     """
 
     def __init__(self, device: str, mapped: MappedMemory | OpenedSlab) -> None:
@@ -36,6 +38,9 @@ class DevicePages:
         self.address = mapped.address
         self.size_bytes = mapped.size_bytes
         self.departure = Departure(mapped)
+        self.parking = None
+        if isinstance(mapped, MappedMemory):
+            self.parking = Parking(_QuietMemory(mapped))
         REAPER.start()
         finalizer = weakref.finalize(self, REAPER.put, self.departure)
         finalizer.atexit = False
@@ -43,6 +48,24 @@ class DevicePages:
     def zero(self) -> None:
         """Set all of it to zero; it is when this returns. Blocks."""
         fill_zero(self.ordinal, self.address, self.size_bytes)
+
+
+class _QuietMemory:
+    """Device memory that is parked when no kernel of this process can use it any more."""
+
+    def __init__(self, mapped: MappedMemory) -> None:
+        self._mapped = mapped
+
+    def park(self) -> None:
+        """See Parkable."""
+        with REAPER.quiet():
+            synchronize(self._mapped.ordinal)
+            self._mapped.park()
+
+    def restore(self, descriptor: int) -> None:
+        """See Parkable."""
+        permit_during_capture()
+        self._mapped.restore(descriptor)
 
 
 class DeviceBytes:
@@ -96,6 +119,8 @@ def map_handle(handle: pb.TensorHandle, descriptor: int | None) -> DevicePages:
     try:
         known = _storages.get(handle.generation)
         if known is not None:
+            if known.parking is not None and descriptor is not None:
+                known.parking.bring_back(handle.life, descriptor)
             return known
         ordinal = _ordinal(handle.device)
         permit_during_capture()
@@ -109,9 +134,16 @@ def map_handle(handle: pb.TensorHandle, descriptor: int | None) -> DevicePages:
         if descriptor is not None:
             os.close(descriptor)
     pages = DevicePages(handle.device, mapped)
+    if pages.parking is not None:
+        pages.parking.life = handle.life
     if not handle.epoch:
         _storages[handle.generation] = pages
     return pages
+
+
+def mapped_storage(generation: int) -> DevicePages | None:
+    """Pages of a storage on a GPU, if this process has any."""
+    return _storages.get(generation)
 
 
 @cache

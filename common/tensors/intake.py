@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.tensors.device import HOST, map_handle, mapper
+from common.tensors.device import HOST, DevicePages, map_handle, mapper
 from common.tensors.errors import LeaseMisuse
+from common.tensors.host import HostPages
 from common.tensors.mapping import Mapping
 from common.tensors.wire import Packet, specs_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from common.tensors.connection import Answer
     from protos.rollplex.v1 import broker_pb2 as pb
+
+T = TypeVar("T")
 
 
 async def map_all(
@@ -37,13 +41,69 @@ async def map_all(
         raise LeaseMisuse(f"the broker sent {len(answer.fds)} descriptors, not {wanted}")
     if all(handle.device == HOST for handle in handles):
         return _map_all(answer.fds, handles, zero=zero)
-    loop = asyncio.get_running_loop()
-    mapping = loop.run_in_executor(mapper(), lambda: _map_all(answer.fds, handles, zero=zero))
+    return await _in_mapper(lambda: _map_all(answer.fds, handles, zero=zero))
+
+
+async def map_storage(
+    answer: Answer, opened: pb.StorageOpened, known: MutableMapping[int, HostPages]
+) -> Mapping:
+    """Map a storage, once a process if it may be spilled.
+
+    Args:
+        known: spillable storages in host memory that are mapped, by generation; added to.
+
+    Raises: as `map_all` does.
+    """
+    handle = opened.handle
+    if handle.device != HOST or not opened.spillable or len(answer.fds) != 1:
+        (mapping,) = await map_all(answer, [handle])
+        return mapping
+    (descriptor,) = answer.fds
+    pages = known.get(handle.generation)
+    try:
+        if pages is None:
+            pages = HostPages.of_fd(descriptor, handle.size_bytes, writable=handle.writable)
+            pages.parking.life = handle.life
+            known[handle.generation] = pages
+        else:
+            pages.parking.bring_back(handle.life, descriptor)
+    finally:
+        os.close(descriptor)
+    specs = specs_from_proto(handle.tensors)
+    return Mapping(name=handle.name, pages=pages, specs=specs, writable=handle.writable)
+
+
+async def bring_back(answer: Answer, pages: HostPages | DevicePages | None) -> None:
+    """Map what a hold's answer brought, where it was; the descriptor is closed.
+
+    Args:
+        pages: of the storage; None: this process has let it go.
+
+    Raises:
+        OSError, CudaDriverError: it cannot be mapped.
+    """
+    life = answer.reply.storage_held.handle.life
+
+    def job() -> None:
+        try:
+            if pages is not None and pages.parking is not None and answer.fds:
+                pages.parking.bring_back(life, answer.fds[0])
+        finally:
+            Packet(data=b"", fds=answer.fds).close()
+
+    if isinstance(pages, DevicePages):
+        await _in_mapper(job)
+    else:
+        job()
+
+
+async def _in_mapper(job: Callable[[], T]) -> T:
+    running = asyncio.get_running_loop().run_in_executor(mapper(), job)
     try:
         # A job that was cancelled before it began would leave the descriptors open.
-        return await asyncio.shield(mapping)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        mapping.add_done_callback(_forget)
+        running.add_done_callback(_forget)
         raise
 
 
@@ -69,7 +129,7 @@ def _map(handle: pb.TensorHandle, left: deque[int], *, zero: bool) -> Mapping:
     return Mapping(name=handle.name, pages=pages, specs=specs, writable=handle.writable)
 
 
-def _forget(mapping: asyncio.Future[list[Mapping]]) -> None:
+def _forget(running: asyncio.Future[Any]) -> None:
     """Nobody wants the result; its error, if it has one, would be complained about."""
-    if not mapping.cancelled():
-        mapping.exception()
+    if not running.cancelled():
+        running.exception()

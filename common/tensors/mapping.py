@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.tensors.device import HOST, DeviceBytes, DevicePages
 from common.tensors.errors import LeaseMisuse
+from common.tensors.host import HostPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +53,11 @@ class Mapping:
         self.departure = pages.departure if isinstance(pages, DevicePages) else None
         self._pages: mmap.mmap | DevicePages | None = pages
 
+    @property
+    def parkable(self) -> HostPages | DevicePages | None:
+        """Pages that can be taken out of memory; None: they cannot be, or were let go."""
+        return self._pages if isinstance(self._pages, HostPages | DevicePages) else None
+
     @classmethod
     def of_fd(cls, fd: int, *, name: str, size_bytes: int, specs: Sequence[TensorSpec]) -> Mapping:
         """Map a descriptor of host memory and close it. Writable if the descriptor is.
@@ -91,7 +97,8 @@ class Mapping:
         spec, pages = self.spec(name), self.pages
         if isinstance(pages, DevicePages):
             raise LeaseMisuse(f"{self.name} lies on {self.device}; only tensors can be made of it")
-        return memoryview(pages)[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
+        view = memoryview(pages)[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
+        return view if self.writable else view.toreadonly()
 
     def device_view(self, name: str) -> DeviceBytes:
         """The tensor's bytes on a GPU.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.ids import WeightsVersion
 from common.tensors.errors import StorageMisuse
+from common.tensors.intake import bring_back
 from common.tensors.spec import Placement, Residency
 from protos.rollplex.v1 import broker_pb2 as pb
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from common.tensors.connection import Connection
     from common.tensors.device import DeviceBytes
     from common.tensors.mapping import Mapping
+    from common.tensors.parking import Parking
     from common.tensors.spec import TensorSpec
 
 _PUBLISH_S = 10.0
@@ -59,7 +61,12 @@ class Hold:
     """
 
     def __init__(
-        self, connection: Connection, storage: Storage, kind: HoldKind, held: pb.StorageHeld
+        self,
+        connection: Connection,
+        storage: Storage,
+        kind: HoldKind,
+        held: pb.StorageHeld,
+        parking: Parking | None,
     ) -> None:
         self.kind = kind
         self.version = WeightsVersion(held.version)
@@ -67,6 +74,7 @@ class Hold:
         self._id = held.hold_id
         self._connection = connection
         self._storage = storage
+        self._parking = parking
         self._open = True
 
     @property
@@ -82,7 +90,7 @@ class Hold:
                 a WRITE hold that was not published leaves the storage torn.
         """
         if self._open:
-            self._open = False
+            self._end()
             message = pb.ReleaseStorage(hold_id=self._id, untouched=untouched)
             self._connection.tell(pb.BrokerRequest(release_storage=message))
 
@@ -100,9 +108,14 @@ class Hold:
             )
         request = pb.BrokerRequest(publish_storage=pb.PublishStorage(hold_id=self._id))
         await self._connection.ask(request, timeout_s=_PUBLISH_S)
-        self._open = False
+        self._end()
         self._storage.version = self.version
         self._storage.torn = False
+
+    def _end(self) -> None:
+        self._open = False
+        if self._parking is not None:
+            self._parking.leave()
 
     def __enter__(self) -> Hold:
         return self
@@ -124,6 +137,7 @@ class Storage:
         created: this process made it; its contents are zero.
         version: newest version that this process knows of; None: none was published.
         torn: a writer was lost while it wrote, when this process last heard of it.
+        spillable: it may be parked.
     """
 
     def __init__(self, connection: Connection, mapping: Mapping, opened: pb.StorageOpened) -> None:
@@ -131,6 +145,7 @@ class Storage:
         self.created = opened.created
         self.version = WeightsVersion(opened.version) if opened.HasField("version") else None
         self.torn = opened.torn
+        self.spillable = opened.spillable
         self._id = opened.storage_id
         self._connection = connection
         self._mapping = mapping
@@ -207,6 +222,28 @@ class Storage:
         """
         return await self._hold(HoldKind.EXCLUSIVE, epoch=epoch, timeout_s=timeout_s)
 
+    def park(self) -> bool:
+        """Take a spillable storage out of this process's memory until it is held again.
+
+        When every participant that has opened it has parked it, its contents go to the host's
+        memory. Tensors of it stay and are good again, at their addresses, under the next hold;
+        until then touching one ends the process with a memory fault. Blocks until no kernel of
+        this process runs; any thread; idempotent.
+
+        Returns: False, with nothing done, while this process holds it or asks to, and for a storage
+            that is not spillable or was closed.
+        """
+        pages = self._mapping.parkable
+        if not self.spillable or pages is None or pages.parking is None:
+            return False
+        return pages.parking.park(self._tell_parked)
+
+    def prefetch(self) -> None:
+        """It will be held soon: bring parked contents back now. One-way; any thread."""
+        if self.spillable:
+            message = pb.PrefetchStorage(storage_id=self._id)
+            self._connection.tell(pb.BrokerRequest(prefetch_storage=message))
+
     def close(self) -> None:
         """Forget the mapping; it ends when the last view is gone. The storage itself stays."""
         self._mapping.drop()
@@ -221,14 +258,40 @@ class Storage:
             epoch=epoch,
             timeout_ms=round(timeout_s * 1000),
         )
-        answer = await self._connection.ask(
-            pb.BrokerRequest(hold_storage=message), timeout_s=timeout_s, undo=self._undo_hold
-        )
-        return Hold(self._connection, self, kind, answer.reply.storage_held)
+        pages = self._mapping.parkable if self.spillable else None
+        parking = None if pages is None else pages.parking
+        if parking is not None:
+            parking.enter()
+        try:
+            answer = await self._connection.ask(
+                pb.BrokerRequest(hold_storage=message), timeout_s=timeout_s, undo=self._undo_hold
+            )
+            try:
+                await bring_back(answer, pages)
+            except BaseException:
+                self._undo_hold(answer.reply)
+                raise
+        except BaseException:
+            if parking is not None:
+                parking.leave()
+            raise
+        return Hold(self._connection, self, kind, answer.reply.storage_held, parking)
 
     def _undo_hold(self, reply: pb.BrokerReply) -> None:
         message = pb.ReleaseStorage(hold_id=reply.storage_held.hold_id, untouched=True)
         self._connection.tell(pb.BrokerRequest(release_storage=message))
+        pages = self._mapping.parkable
+        if pages is not None and pages.parking is not None and pages.parking.parked:
+            # The broker took it that this process would map what came with the hold.
+            self._tell_parked()
+
+    def _tell_parked(self) -> None:
+        self._connection.tell(parked(self._id))
+
+
+def parked(storage_id: int) -> pb.BrokerRequest:
+    """What tells the broker that this process has no memory of a storage mapped."""
+    return pb.BrokerRequest(park_storage=pb.ParkStorage(storage_id=storage_id))
 
 
 _KINDS: dict[HoldKind, pb.StorageHold.ValueType] = {

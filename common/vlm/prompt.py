@@ -12,7 +12,7 @@ mean the same in every process of a run and in every engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,14 @@ class PromptTensors:
     def to(self, device: torch.device | str) -> PromptTensors:
         """The same prompt on another device."""
         return PromptTensors(**{k: v.to(device) for k, v in self.named_tensors().items()})
+
+    def without_pixels(self) -> PromptTensors:
+        """The same prompt for a prefix forward from given vision embeddings."""
+        return replace(
+            self,
+            pixel_values=self.pixel_values[:0].clone(),
+            pixel_values_videos=self.pixel_values_videos[:0].clone(),
+        )
 
     def named_tensors(self) -> dict[str, Tensor]:
         """All tensors by the names of their attributes: what a lease of a prompt holds."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.actor.actor import Actor, TaskEnded
 from common.errors import FailedPrecondition, RollplexError, Unavailable
-from common.events.bodies import StepBegan
+from common.events.bodies import MemoryWanted, StepBegan
 from common.ids import Epoch, GroupId, Incarnation, Participant, RunId
 from common.step.machine import (
     EndStep,
@@ -27,6 +27,7 @@ from common.step.machine import (
     StartTask,
     StepMachine,
 )
+from common.tensors.device import HOST
 from common.worker.epochs import EpochWork
 from common.worker.holder import RunHolder
 from common.worker.messages import (
@@ -89,6 +90,7 @@ class WorkerActor(Actor[Message]):
         self._compute = ThreadPoolExecutor(
             1, thread_name_prefix="compute", initializer=device.enter
         )
+        self._device = device
         self._epochs = EpochWork(
             participant, self._compute, device, spawn=self.spawn, cancel=self.cancel
         )
@@ -141,11 +143,19 @@ class WorkerActor(Actor[Message]):
     async def _event_arrived(self, message: EventArrived) -> None:
         event = message.event
         self._events_seen += 1
+        if isinstance(event.body, MemoryWanted):
+            self._memory_wanted(event.body)
+            return
         if self._machine is None or self._quiet or self._is_from_before(event):
             return
         self._epochs.caused_by(event)
         self._execute(self._machine.handle(event))
         await self._epochs.advance(event)
+
+    def _memory_wanted(self, wanted: MemoryWanted) -> None:
+        """Between two compute jobs; see `WorkerDevice.give_back`."""
+        if wanted.device == (self._device.uuid or HOST):
+            self._compute.submit(self._device.give_back)
 
     def _is_from_before(self, event: Event) -> bool:
         """Whether it begins an epoch in which this worker, as it is configured now, has no part.

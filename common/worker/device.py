@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from common.gpu.driver import CudaMissing, device_uuid
+from common.gpu.health import watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +88,13 @@ class WorkerDevice:
         """
         if self.torch.type == "cuda":
             torch.cuda.empty_cache()
+
+    async def watch(self) -> None:
+        """Until cancelled. Raises DeviceLost once this process cannot use its GPU any more."""
+        if self.torch.type == "cuda":
+            await watch(self.torch.index)
+        else:
+            await asyncio.Event().wait()
 
     def wait(self) -> None:
         """Block until the calling thread's stream has done everything it was asked for.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ErrorCode, RollplexError, Stale
 from common.events.bodies import TaskFailed
 from common.ids import NO_GROUP, GroupId, Participant
+from common.step.tasks import AHEAD, Task
 from common.worker.scope import StepScope, Work
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from common.events.event import Event
-    from common.step.tasks import Task
     from common.step.view import StepView
     from common.worker.device import WorkerDevice
     from common.worker.governor import Governor
@@ -109,7 +109,8 @@ class EpochWork:
         if self._scope is None or self._work is None:
             return
         run, cause_id = self._work.run, self._cause_id
-        work = self._guarded(self._scope, task, group, lambda: run(task, group, cause_id))
+        about = None if task in AHEAD else group
+        work = self._guarded(self._scope, task, about, lambda: run(task, group, cause_id))
         self._start(task, self._scope, task, group, work)
 
     def forget(self, group: GroupId) -> None:
@@ -206,7 +207,10 @@ class EpochWork:
         group: GroupId | None,
         work: Work,
     ) -> None:
-        """Turn an error of the epoch's work into the event that ends the epoch."""
+        """Turn an error of the epoch's work into the event that ends the epoch.
+
+        Args: group: of this step, that the work is about.
+        """
         try:
             await work()
         except Exception as error:

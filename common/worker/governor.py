@@ -1,31 +1,39 @@
-"""Which SMs the compute jobs of a background service fill while sequences decode.
+"""Runs the compute jobs of a background service beside the decode, and measures what comes of it.
 
-The rollout writes its live batch into one word of shared memory. A background service reads it
-before each job: nothing decodes, and the job has the whole GPU; otherwise it runs on the stream of
-the share that the co-run table calls for, and alone among the background services, because the
-shares of two processes are the same SMs. Being alone is an exclusive hold on a storage of its own.
+The rollout says in shared memory what decodes. Nothing does: the job has the whole GPU. Otherwise
+it runs on the stream of the share of the SMs that `common.governor` chooses, and alone among the
+background services, because the shares of two processes are the same SMs. Being alone is an
+exclusive hold on a storage of its own.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import torch
-
-from common.gpu.driver import CudaDriverError
-from common.gpu.green_streams import GreenStreams
-from common.ids import Service
+from common.governor.choice import ShareChooser, tried_shares
+from common.governor.measurements import Measurements
+from common.governor.objective import OBJECTIVES
+from common.governor.rates import bracket_of
+from common.governor.reading import decode_rate
+from common.governor.tally import StepTally
+from common.step.tasks import AHEAD, Task
 from common.tensors.spec import DType, Placement, TensorSpec
 from common.tensors.storage import StorageSpec
-from common.worker.device import wait_for
+from common.worker.decode_watch import same_batch, watched_iteration_s
+from common.worker.live_decode import BACKGROUND, LiveDecode
+from common.worker.sm_shares import SmShares, device_sms, sm_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
+    import torch
+
+    from common.governor.reading import Reading
     from common.governor.table import CoRunTable
-    from common.ids import Participant
+    from common.step.schedule import Schedule
     from common.tensors.storage import Storage
     from common.worker.context import RunContext
 
@@ -33,118 +41,212 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROWS_STORAGE = "rollout.rows"
 TOKEN_STORAGE = "sm.token"  # noqa: S105 - whose turn it is, no secret
-BACKGROUND = (Service.PREFIX_ENCODER, Service.REFERENCE, Service.LEARNER)
-"""Services whose jobs may run beside the decode."""
-_WORD = "word"
+TABLES_FOLDER = "governor"
+"""In the run's folder: what each service has measured."""
+WRITTEN_AT_FIRST = 5
+"""Steps after each of which the measured table is written."""
+WRITTEN_EVERY = 50
+"""Steps after which it is written from then on."""
+
+_KINDS = {Task.AHEAD_VISION: Task.POLICY_VISION, Task.AHEAD_REFERENCE: Task.REFERENCE_PREFIX}
+"""What is done ahead is of the kind of what it is done ahead of."""
 
 
-class LiveRows:
-    """The number of sequences that decode at the moment, as one process sees it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Governed(Generic[T]):
+    """A job that has ended.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._word = storage.buffer(_WORD).cast("B").cast("q")
+    Attributes:
+        sms: that it could fill; 0: all.
+        decode_rate: of the decode beside it, over its rate alone; 0: none, or not measured.
+    """
 
-    @classmethod
-    async def open(cls, context: RunContext) -> LiveRows:
-        """Create or attach to the run's word."""
-        rollout = context.peer(Service.ROLLOUT)
-        readers = tuple(context.peer(service) for service in BACKGROUND)
-        spec = _word_spec(readers=readers, writers=(rollout,))
-        return cls(await context.broker.open_storage(context.run_id, ROWS_STORAGE, create=spec))
+    value: T
+    sms: int
+    decode_rate: float
 
-    @property
-    def value(self) -> int:
-        """As last written; any thread."""
-        return int(self._word[0])
 
-    def set(self, rows: int) -> None:
-        """Write; the rollout alone does."""
-        self._word[0] = rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judgement:
+    """What the compute thread chooses with, and from."""
 
-    def close(self) -> None:
-        """Drop the mapping."""
-        self._word.release()
-        self._storage.close()
+    shares: SmShares
+    measured: Measurements
+    chooser: ShareChooser
 
 
 class Governor:
-    """Of one background service in one run."""
+    """Of one background service in one run.
+
+    `watch_alone`, `run` and `step_ended` are for the compute thread, one after the other.
+    """
 
     def __init__(
-        self, table: CoRunTable, device: torch.device, rows: LiveRows, token: Storage
+        self,
+        table: CoRunTable,
+        device: torch.device,
+        live: LiveDecode,
+        token: Storage,
+        *,
+        fixed: bool,
+        record: Path,
     ) -> None:
-        """Args: token: held for each job beside a decode."""
+        """Begin with nothing measured.
+
+        Args:
+            token: held for each job beside a decode.
+            fixed: shares are chosen from the table alone; else it is what to begin with.
+            record: file for the measured table.
+        """
         self.token = token
         self._table = table
         self._device = device
-        self._rows = rows
+        self._live = live
+        self._fixed = fixed
+        self._record = record
+        self._steps = 0
+        self._tally = StepTally()
+        self._made: _Judgement | None = None
 
     @classmethod
-    async def open(cls, context: RunContext, table: CoRunTable) -> Governor:
+    async def open(cls, context: RunContext, table: CoRunTable, *, fixed: bool = False) -> Governor:
         """Attach to what the run's services share."""
-        holders = tuple(context.peer(service) for service in BACKGROUND)
-        spec = _word_spec(readers=(), writers=holders)
-        token = await context.broker.open_storage(context.run_id, TOKEN_STORAGE, create=spec)
-        return cls(table, context.device, await LiveRows.open(context), token)
+        token = await context.broker.open_storage(
+            context.run_id,
+            TOKEN_STORAGE,
+            create=StorageSpec(
+                tensors=(TensorSpec(name="word", dtype=DType.INT64, shape=(1,)),),
+                readers=(),
+                writers=tuple(context.peer(service) for service in BACKGROUND),
+                placement=Placement.HOST,
+            ),
+        )
+        me = context.participant
+        name = f"{me.service}.json" if me.rank == 0 else f"{me.service}-{me.rank}.json"
+        return cls(
+            table,
+            context.device,
+            await LiveDecode.open(context),
+            token,
+            fixed=fixed,
+            record=context.run_dir / TABLES_FOLDER / name,
+        )
 
     @property
     def decoding(self) -> bool:
-        """Whether a sequence decodes at the moment."""
-        return self._rows.value > 0
+        """Whether a sequence decodes at the moment. Any thread."""
+        return self._live.rows > 0
 
-    def run(self, job: Callable[[], T]) -> tuple[T, int]:
-        """Run a job to the end of its kernels, in the compute thread.
+    def watch_alone(self) -> None:
+        """Measure the decode with nothing beside it, if that is due. The token is held."""
+        rows = self._live.rows
+        if rows <= 0:
+            return
+        measured, bracket = self._judgement.measured, bracket_of(rows)
+        if measured.ask_alone(bracket):
+            seconds = watched_iteration_s(self._live)
+            if seconds is not None:
+                measured.add_alone(bracket, seconds)
 
-        Returns: its result, and the SMs that it could fill; 0: all.
+    def run(
+        self,
+        task: Task,
+        job: Callable[[], T],
+        *,
+        schedule: Schedule,
+        work: float = 1.0,
+        beside: bool = True,
+    ) -> Governed[T]:
+        """Run a job to the end of its kernels.
+
+        Args:
+            job: one for the next step that gives None has done nothing, and is no sample.
+            work: size of the job, in a unit of the task's own.
+            beside: whether the token is held; without it the job has the whole GPU.
         """
-        streams = _streams(self._device, self._table)
-        rows = self._rows.value
-        if streams is None or rows <= 0:
-            return self._on_whole(job)
-        share = self._table.share_for(rows, total_sms=streams.total_sms)
-        if share >= streams.total_sms:
-            return self._on_whole(job)
-        stream = streams.stream(share)
-        with torch.cuda.stream(stream):
-            value = job()
-            stream.synchronize()
-        log.debug("governed", extra={"rows": rows, "sms": share})
-        return value, share
+        judgement, kind = self._judgement, _KINDS.get(task, task)
+        before = self._live.reading()
+        share = judgement.shares.total_sms
+        beside = beside and before.rows > 0
+        if beside:
+            share = judgement.chooser.choose(kind, before.rows, OBJECTIVES[schedule])
+        value = judgement.shares.run(share, job)
+        after, rate = self._live.reading(), None
+        if value is not None or task not in AHEAD:
+            rate = self._observe(kind, share, before, after, work=work, beside=beside)
+        sms = share if share < judgement.shares.total_sms else 0
+        return Governed(value=value, sms=sms, decode_rate=rate or 0.0)
+
+    def step_ended(self, step: int) -> None:
+        """Log what ran beside the step's decode, and write down what is known by now."""
+        lines = self._tally.lines()
+        if lines:
+            log.info("beside the decode", extra={"step": step, **lines})
+        self._tally = StepTally()
+        if self._made is None:
+            return
+        self._made.measured.next_step()
+        self._steps += 1
+        if self._steps <= WRITTEN_AT_FIRST or self._steps % WRITTEN_EVERY == 0:
+            self._write(self._made)
 
     def close(self) -> None:
         """Drop the mappings."""
-        self._rows.close()
+        self._live.close()
         self.token.close()
 
-    def _on_whole(self, job: Callable[[], T]) -> tuple[T, int]:
-        value = job()
-        wait_for(self._device)
-        return value, 0
+    @property
+    def _judgement(self) -> _Judgement:
+        if self._made is None:
+            total = device_sms(self._device)
+            wanted = self._table.shares(total_sms=total) if self._fixed else tried_shares(total)
+            shares = sm_shares(self._device, wanted)
+            measured = Measurements(self._table, total_sms=total)
+            chooser = ShareChooser(
+                shares.shares,
+                total_sms=total,
+                table=self._table,
+                measured=None if self._fixed else measured,
+            )
+            self._made = _Judgement(shares=shares, measured=measured, chooser=chooser)
+        return self._made
 
-
-@functools.cache
-def _streams(device: torch.device, table: CoRunTable) -> GreenStreams | None:
-    """Made once a process, in the compute thread; None where there are no shares to be had."""
-    if device.type != "cuda":
-        return None
-    total = torch.cuda.get_device_properties(device).multi_processor_count
-    try:
-        streams = GreenStreams(device.index, table.shares(total_sms=total))
-    except CudaDriverError as error:
-        log.warning(
-            "no SM shares on this GPU: background work starves the decode",
-            extra={"cause": str(error)},
+    def _observe(
+        self, kind: Task, share: int, before: Reading, after: Reading, *, work: float, beside: bool
+    ) -> float | None:
+        """Returns: the decode's rate over its rate alone, where it can be told."""
+        judgement, seconds = self._judgement, (after.at_ns - before.at_ns) / 1e9
+        measured, unit_s = judgement.measured, seconds / max(work, 1.0)
+        if not beside:
+            if before.rows <= 0 and after.rows <= 0 and before.iterations == after.iterations:
+                measured.add_whole(kind, unit_s)
+            return None
+        rate, sampled, bracket = None, False, bracket_of(before.rows)
+        alone_s = measured.alone_s(bracket)
+        if alone_s is not None and same_batch(before, after):
+            rate = decode_rate(before, after, alone_s)
+        if rate is not None:
+            sampled = measured.add_beside(kind, bracket, share, unit_s=unit_s, decode_rate=rate)
+        self._tally.add(
+            kind,
+            share,
+            seconds=seconds,
+            decode_rate=rate,
+            sampled=sampled,
+            rates=judgement.chooser.rates(kind, before.rows, share),
         )
-        return None
-    log.info("SM shares", extra={"shares": streams.shares, "table": table.device})
-    return streams
+        return rate
 
-
-def _word_spec(
-    *, readers: tuple[Participant, ...], writers: tuple[Participant, ...]
-) -> StorageSpec:
-    word = TensorSpec(name=_WORD, dtype=DType.INT64, shape=(1,))
-    return StorageSpec(tensors=(word,), readers=readers, writers=writers, placement=Placement.HOST)
+    def _write(self, judgement: _Judgement) -> None:
+        table = judgement.measured.table(judgement.shares.device_name)
+        if table is None:
+            return
+        # Readers of the folder see a whole file, and no file that is none of theirs.
+        draft = self._record.with_suffix(".part")
+        try:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(table.resolved_json() + "\n", encoding="utf-8")
+            draft.replace(self._record)
+        except OSError as error:
+            log.warning("co-run rates not written", extra={"cause": str(error)})

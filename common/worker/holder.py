@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.governor.table import H200, CoRunTable, load_table
+from common.governor.table import H200, load_table
 from common.worker.context import RunContext
-from common.worker.governor import BACKGROUND, Governor
+from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
+from common.worker.live_decode import BACKGROUND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from common.config.deployment import Deployment
     from common.ids import Incarnation, Participant, RunId
@@ -82,7 +84,7 @@ class RunHolder:
                 governed=self._deployment.governed,
             )
             if self.context.governed and self._participant.service in BACKGROUND:
-                self.governor = await Governor.open(self.context, _table(self._deployment))
+                self.governor = await _governor(self.context, self._deployment.governor_table)
             self.run = await self._factory(self.context)
         prepared = await self.run.prepare()
         if self.link.lost:
@@ -103,5 +105,7 @@ class RunHolder:
                 await link.close()
 
 
-def _table(deployment: Deployment) -> CoRunTable:
-    return H200 if deployment.governor_table is None else load_table(deployment.governor_table)
+async def _governor(context: RunContext, table: Path | None) -> Governor:
+    if table is None:
+        return await Governor.open(context, H200)
+    return await Governor.open(context, load_table(table), fixed=True)

@@ -126,34 +126,62 @@ class StepScope:
         self._held: list[Releasable] = []
         self._produced: dict[GroupId, list[Lease]] = {}
 
-    async def run(self, task: Task, job: Callable[[], T]) -> Timed[T]:
+    async def run(self, task: Task, job: Callable[[], T], *, work: float = 1.0) -> Timed[T]:
         """Run a job in the compute thread, to the end of its kernels.
 
         Beside a decode it has a share of the SMs, and runs when no other service has one.
 
+        Args:
+            work: size of the job, in a unit of the task's own, such as its tokens.
         Raises: StepOver if the epoch ends before it starts.
         """
         governor = self._governor
         if governor is None or not governor.decoding:
-            return await self._computed(task, job, None)
+            return await self._computed(task, job, work, beside=False)
         async with self.exclusive(governor.token):
-            return await self._computed(task, job, governor)
+            return await self._computed(task, job, work, beside=True)
 
     async def _computed(
-        self, task: Task, job: Callable[[], T], governor: Governor | None
+        self, task: Task, job: Callable[[], T], work: float, *, beside: bool
     ) -> Timed[T]:
+        governor = self._governor
+
         def timed() -> Timed[T]:
             self.check()
-            start_ns, sms = time.monotonic_ns(), 0
+            if governor is not None and beside:
+                governor.watch_alone()
+                self.check()
+            start_ns, sms, decode_rate = time.monotonic_ns(), 0, 0.0
             if governor is not None:
-                value, sms = governor.run(job)
+                governed = governor.run(
+                    task, job, schedule=self.plan.schedule, work=work, beside=beside
+                )
+                value, sms, decode_rate = governed.value, governed.sms, governed.decode_rate
             else:
                 value = job()
                 self._device.wait()
-            span = WorkSpan(task=task, start_ns=start_ns, end_ns=time.monotonic_ns(), sms=sms)
+            span = WorkSpan(
+                task=task,
+                start_ns=start_ns,
+                end_ns=time.monotonic_ns(),
+                sms=sms,
+                decode_rate=decode_rate,
+            )
             return Timed(value=value, span=span)
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+
+    async def between_jobs(self, job: Callable[[], T]) -> T:
+        """Run something short that computes nothing in the compute thread.
+
+        Raises: StepOver if the epoch ends before it starts.
+        """
+
+        def checked() -> T:
+            self.check()
+            return job()
+
+        return await asyncio.get_running_loop().run_in_executor(self._compute, checked)
 
     def spawn(self, task: Task, work: Work) -> None:
         """Run `work` beside the tasks; an error that it raises ends the epoch."""
@@ -329,6 +357,8 @@ class StepScope:
         self.closed = True
         while self._held:
             self._held.pop().release()
+        if self._governor is not None:
+            self._governor.step_ended(self.plan.step)
 
 
 def dtype_name(dtype: torch.dtype) -> DType:

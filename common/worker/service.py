@@ -34,13 +34,14 @@ class WorkerService:
     def __init__(self, context: ServiceContext, factory: RunFactory) -> None:
         self._context = context
         self._ledger = RunLedger.of(context.deployment)
+        self._device = WorkerDevice.of(context.deployment, context.participant)
         self.actor = WorkerActor(
             context.participant,
             context.incarnation,
             context.deployment,
             self._ledger,
             factory,
-            WorkerDevice.of(context.deployment, context.participant),
+            self._device,
         )
         self._servicer = WorkerServicer(self.actor, lambda: context.lifecycle.state.value)
 
@@ -56,10 +57,11 @@ class WorkerService:
         )
 
     async def run(self) -> None:
-        """Handle messages until cancelled."""
+        """Handle messages until cancelled. Raises DeviceLost when the GPU is lost."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.actor.run(), name="actor")
             group.create_task(self._report_phase(), name="phase")
+            group.create_task(self._device.watch(), name="device")
 
     async def drain(self) -> None:
         """Abandon the step: its tasks may wait for others that are going away too."""

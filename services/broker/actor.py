@@ -19,6 +19,7 @@ from common.errors import RollplexError
 from common.events import Event
 from common.events.bodies import (
     Body,
+    MemoryWanted,
     ParticipantDied,
     ParticipantJoined,
     StepAborted,
@@ -28,8 +29,10 @@ from common.ids import Epoch, Incarnation, Participant, RunId, Service, StepInde
 from common.tensors.errors import ArenaFull
 from protos.rollplex.v1 import broker_pb2 as pb
 from services.broker import events, instructions
+from services.broker.arena import SpillingArena
 from services.broker.dataplane import DataPlane
 from services.broker.events import Origin, RequestId, SessionId
+from services.broker.memory import Memory
 from services.broker.rooms import ArenaSize
 from services.broker.state import BrokerState
 from services.broker.translate import handles_of, reply_to_proto, request_from_proto
@@ -39,9 +42,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.step.plan import StepPlan
-    from services.broker.arena import Allocation, Arena, BudgetedArena, Export
+    from services.broker.arena import BudgetedArena, Export
     from services.broker.events import Generation
     from services.broker.ledger import LedgerView
+    from services.broker.memory import CopyMeter
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class BrokerActor:
 
     Args:
         arenas: where the memory comes from, the host's first.
+        copies_bytes: of the host's memory, for spilled contents; 0: nothing is spilled.
+        meter: told of what is spilled and restored.
         socket_path: of the data plane.
         publish: gives an event its place in the node's order and returns the number.
 
@@ -68,24 +74,30 @@ class BrokerActor:
         arenas: Sequence[BudgetedArena],
         socket_path: Path,
         publish: Callable[[Event], int],
+        copies_bytes: int = 0,
+        meter: CopyMeter | None = None,
     ) -> None:
         self.incarnation = Incarnation(uuid.uuid4().hex)
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
-        self._arenas = {each.arena.device: each.arena for each in arenas}
         sizes = [
             ArenaSize(
                 device=each.arena.device,
                 capacity_bytes=each.capacity_bytes,
                 page_bytes=each.arena.page_bytes,
+                spills=isinstance(each.arena, SpillingArena),
             )
             for each in arenas
         ]
         # Time since the epoch: no two brokers of a node have generations in common.
-        self._state = BrokerState(sizes, first_generation=time.time_ns() // 1000)
+        self._state = BrokerState(
+            sizes, copies_bytes=copies_bytes, first_generation=time.time_ns() // 1000
+        )
         self._plane = DataPlane(socket_path, self)
         self._publish = publish
-        self._memory: dict[Generation, tuple[Arena, Allocation]] = {}
+        self._memory = Memory(
+            [each.arena for each in arenas], ended=self._submit, broken=self._break, meter=meter
+        )
         self._unmade: dict[Generation, str] = {}
         self._queue: deque[events.BrokerEvent] = deque()
         self._busy = False
@@ -98,13 +110,12 @@ class BrokerActor:
         await self._plane.start()
 
     def close(self) -> None:
-        """End the sessions and give all memory back. Idempotent."""
+        """End the sessions and give all memory back. Waits for a copy that runs. Idempotent."""
         self._plane.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for generation in list(self._memory):
-            self._free(generation)
+        self._memory.close()
 
     @property
     def device(self) -> str:
@@ -253,7 +264,11 @@ class BrokerActor:
             case instructions.CreateMemory():
                 self._create(instruction)
             case instructions.FreeMemory():
-                self._free(instruction.generation)
+                self._memory.free(instruction.generation)
+            case instructions.SpillMemory():
+                self._memory.spill(instruction.generation)
+            case instructions.RestoreMemory():
+                self._memory.restore(instruction.generation)
             case instructions.Refuse() if instruction.origin.request == 0:
                 self._plane.disconnect(instruction.origin.session, str(instruction.error))
             case instructions.Reply():
@@ -268,6 +283,8 @@ class BrokerActor:
                     StepIndex(instruction.step),
                     instruction.epoch,
                 )
+            case instructions.AnnounceMemoryWanted(device=device, size_bytes=size_bytes):
+                self._announce_everywhere(MemoryWanted(device=device, size_bytes=size_bytes))
             case instructions.AnnounceJoined():
                 self._announce_everywhere(
                     ParticipantJoined(
@@ -289,9 +306,8 @@ class BrokerActor:
                 raise NotImplementedError(f"no way to carry out {type(instruction).__name__}")
 
     def _create(self, order: instructions.CreateMemory) -> None:
-        arena = self._arenas[order.device]
         try:
-            allocation = arena.allocate(order.size_bytes, order.name, zeroed=order.zeroed)
+            self._memory.create(order)
         except OSError as error:
             reason = f"{order.size_bytes} bytes for {order.name} on {order.device}: {error}"
             log.warning("the system gave no memory", extra={"reason": reason})
@@ -301,12 +317,6 @@ class BrokerActor:
                     at_ns=time.monotonic_ns(), generation=order.generation, reason=reason
                 )
             )
-        else:
-            self._memory[order.generation] = (arena, allocation)
-
-    def _free(self, generation: Generation) -> None:
-        arena, allocation = self._memory.pop(generation)
-        arena.free(allocation)
 
     def _reply(self, reply: instructions.Reply) -> None:
         exports: list[Export] = []
@@ -317,8 +327,8 @@ class BrokerActor:
                 self._reply(instructions.Refuse(origin=reply.origin, error=full))
                 return
             try:
-                _, allocation = self._memory[handle.generation]
-                exports.append(allocation.export(writable=handle.writable))
+                export = self._memory.export(handle.generation, writable=handle.writable)
+                exports.append(export)
             except OSError as error:
                 for fd in _descriptors(exports):
                     os.close(fd)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from common.errors import FailedPrecondition
 from common.gpu.driver import CudaDriverError, device_uuid, memory_info, out_of_memory
+from common.gpu.host_memory import PinnedMemory
 from common.gpu.shared_memory import OwnedMemory, granularity_bytes, why_not_shareable
-from services.broker.arena import Allocation, BudgetedArena, Export
+from services.broker.arena import Allocation, BudgetedArena, Export, HostCopy
 from services.broker.arena_ipc import IpcArena
 
 if TYPE_CHECKING:
@@ -26,25 +27,27 @@ _GIB = 2**30
 RESERVE_BYTES = 8 * _GIB
 """Left out of the default budget, but at most a quarter of the device: what no ledger has, such as
 the CUDA contexts and library workspaces of the node's processes."""
+MARGIN_BYTES = _GIB
+"""Left free on the device by a restore, for allocators that are about to grow."""
 
 
 class CudaAllocation:
     """Physical memory of one GPU; not mapped in the broker."""
 
     def __init__(self, memory: OwnedMemory) -> None:
-        self._memory = memory
+        self.memory = memory
         self.size_bytes = memory.size_bytes
 
     def export(self, *, writable: bool) -> Export:
         """See Allocation. A GPU's mapping is writable in any case."""
         try:
-            return Export(fd=self._memory.export())
+            return Export(fd=self.memory.export())
         except CudaDriverError as error:
             raise OSError(errno.EMFILE, str(error)) from error
 
     def release(self) -> None:
         """Give it up. Idempotent."""
-        self._memory.release()
+        self.memory.release()
 
 
 class CudaArena:
@@ -78,6 +81,37 @@ class CudaArena:
         """See Arena."""
         assert isinstance(allocation, CudaAllocation)
         allocation.release()
+
+    def new_copy(self, size_bytes: int) -> PinnedMemory:
+        """See SpillingArena."""
+        try:
+            return PinnedMemory(self._ordinal, size_bytes)
+        except CudaDriverError as error:
+            if not out_of_memory(error):
+                raise
+            raise OSError(errno.ENOMEM, f"{size_bytes} bytes of pinned memory: {error}") from error
+
+    def write_out(self, allocation: Allocation, copy: HostCopy) -> None:
+        """See SpillingArena."""
+        assert isinstance(allocation, CudaAllocation)
+        assert isinstance(copy, PinnedMemory)
+        with allocation.memory.mapped() as address:
+            copy.fill_from(address)
+
+    def read_back(self, copy: HostCopy, name: str) -> CudaAllocation:
+        """See SpillingArena. Leaves `MARGIN_BYTES` of the device free."""
+        assert isinstance(copy, PinnedMemory)
+        free_bytes, total_bytes = memory_info(self._ordinal)
+        if free_bytes < copy.size_bytes + MARGIN_BYTES:
+            raise OSError(
+                errno.ENOMEM,
+                f"{free_bytes} of {total_bytes} bytes are free for all processes, "
+                f"{copy.size_bytes} and {MARGIN_BYTES} more are wanted",
+            )
+        allocation = self.allocate(copy.size_bytes, name, zeroed=False)
+        with allocation.memory.mapped() as address:
+            copy.write_to(address)
+        return allocation
 
 
 def gpu_arena(deployment: Deployment, ordinal: int) -> BudgetedArena:
@@ -140,7 +174,8 @@ def _sharing(deployment: Deployment, ordinal: int) -> str:
             f'arena = "vmm" does not work here: {why_not}; legal here is "ipc"'
         )
     log.warning(
-        "GPU memory is shared by legacy IPC handles: the whole budget is taken now and kept",
+        "GPU memory is shared by legacy IPC handles: the whole budget is taken now and kept, and "
+        "nothing is spilled",
         extra={"why": why_not},
     )
     return "ipc"

@@ -105,6 +105,30 @@ class MemoryFailed(BrokerEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoveEnded(BrokerEvent):
+    """Base of how a SpillMemory or a RestoreMemory ends, each in exactly one of these."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySpilled(MoveEnded):
+    """The contents are in the host's memory, and the device's is given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRestored(MoveEnded):
+    """The contents are on the device; the host's memory is kept for the next spill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveFailed(MoveEnded):
+    """There was no memory to move the contents to; they are whole where they were."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request(BrokerEvent):
     """Base of what participants ask."""
 
@@ -194,6 +218,20 @@ class PublishHold(Request):
     """A WRITE hold ends with a new version."""
 
     hold_id: HoldId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkStorage(Request):
+    """A participant has unmapped a storage, and needs it no more until it asks again."""
+
+    storage_id: StorageId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchStorage(Request):
+    """A participant will hold a storage that it has parked."""
+
+    storage_id: StorageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

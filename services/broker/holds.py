@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from common.actor.machine import StateCell
 from common.tensors.errors import StaleVersion, StorageTorn
 from common.tensors.storage import HoldKind
 from services.broker.instructions import Handle
 from services.broker.ledger import LedgerRow
+from services.broker.residence import TRANSITIONS, Residence
+from services.broker.rooms import COPIES
 
 if TYPE_CHECKING:
     from common.errors import RollplexError
@@ -69,6 +72,8 @@ class Storage:
     size_bytes: int
     """Whole pages."""
     creator: Participant
+    spillable: bool
+    """Whether it may be spilled: its creator and its arena allow it."""
     version: int | None = None
     torn: str = ""
     """Who left it torn; empty: the contents are whole."""
@@ -76,6 +81,45 @@ class Storage:
     """Epoch in which a holder of EXCLUSIVE died; None once a later hold was released."""
     holds: dict[HoldId, Hold] = field(default_factory=dict)
     waiting: list[WaitingHold] = field(default_factory=list)
+    cell: StateCell[Residence] = field(init=False)
+    mapped: set[Participant] = field(default_factory=set)
+    """Who has it mapped: opened or held it, and has not parked it since."""
+    parked: set[Participant] = field(default_factory=set)
+    """Who has unmapped it until it is wanted again."""
+    expected: set[Participant] = field(default_factory=set)
+    """Of those, who said that they will hold it soon."""
+    life: int = 0
+    """How often the contents have come back to the device."""
+    has_copy: bool = False
+    """Whether the host has memory for its contents; from its first spill on."""
+    starved: bool = False
+    """Whether the device had no memory when the contents were last to come back."""
+    again_ns: int = 0
+    """When, while it waits for memory of its device, the node is told again."""
+
+    def __post_init__(self) -> None:
+        self.cell = StateCell(TRANSITIONS, self.name, Residence.RESIDENT)
+
+    @property
+    def resident(self) -> bool:
+        """Whether it can be mapped and held."""
+        return self.cell.state is Residence.RESIDENT
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it takes memory of its device."""
+        return self.cell.state is not Residence.SPILLED
+
+    def give_to(self, participant: Participant) -> None:
+        """A participant is sent what it needs to map it."""
+        self.mapped.add(participant)
+        self.parked.discard(participant)
+        self.expected.discard(participant)
+
+    def lose(self, participant: Participant) -> None:
+        """A participant died, and its mapping with it."""
+        for users in (self.mapped, self.parked, self.expected):
+            users.discard(participant)
 
     def may_open(self, participant: Participant) -> bool:
         """Whether a participant is declared at all."""
@@ -83,6 +127,11 @@ class Storage:
 
     def judge(self, wanted: WaitingHold) -> Verdict:
         """Decide on a waiting hold; of those that can be granted, the first waiting is."""
+        verdict = self.judge_resident(wanted)
+        return verdict if self.resident or not verdict.grant else Verdict(grant=False)
+
+    def judge_resident(self, wanted: WaitingHold) -> Verdict:
+        """The same, wherever the contents are."""
         if wanted.kind is HoldKind.READ:
             return self._judge_read(wanted)
         dirty = self.dirty_epoch
@@ -104,17 +153,22 @@ class Storage:
             specs=self.layout.specs,
             epoch=None,
             writable=participant in self.spec.writers,
+            life=self.life,
         )
 
-    def row(self) -> LedgerRow:
-        """Its line in the ledger."""
+    def rows(self) -> list[LedgerRow]:
+        """Its lines in the ledger: what it takes of its device, and of the host's copies."""
+        devices = [self.device] if self.on_device else []
+        return [self._row(device) for device in [*devices, *([COPIES] if self.has_copy else [])]]
+
+    def _row(self, device: str) -> LedgerRow:
         return LedgerRow(
             name=self.name,
             run_id=self.run_id,
             lease_id=None,
             epoch=None,
             group=None,
-            device=self.device,
+            device=device,
             size_bytes=self.size_bytes,
             producer=self.creator,
             waiting_for=(),
@@ -134,7 +188,8 @@ class Storage:
             return f"writing({version} -> v{hold.version})"
         if HoldKind.EXCLUSIVE in held:
             return "exclusive"
-        return f"torn({version})" if self.torn else f"readable({version})"
+        text = f"torn({version})" if self.torn else f"readable({version})"
+        return text if self.resident else f"{self.cell.state} {text}"
 
     def held_by(self) -> str:
         """Holders and their holds, in words."""

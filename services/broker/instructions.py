@@ -1,5 +1,6 @@
 """What the state wants done. Each is carried out at once and in order; none answers with an event,
-except that a CreateMemory that fails becomes one MemoryFailed.
+except that a CreateMemory that fails becomes one MemoryFailed, and that SpillMemory and
+RestoreMemory are begun at once and end in exactly one MoveEnded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,23 @@ class CreateMemory(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory(Instruction):
-    """Let the memory go; whoever has it mapped keeps the pages until unmapping."""
+    """Let the memory go, and a copy in the host's; whoever has it mapped keeps the pages until
+    unmapping, and a copy under way keeps both until its end.
+    """
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillMemory(Instruction):
+    """Copy the contents to the host's memory, then give the device's back."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreMemory(Instruction):
+    """Make memory of the device as it was, and copy the contents back."""
 
     generation: Generation
 
@@ -50,6 +67,8 @@ class Handle:
     specs: tuple[TensorSpec, ...]
     epoch: Epoch | None
     writable: bool
+    life: int = 0
+    """How often the contents have come back to the device: each time it is other memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +102,7 @@ class ReplyStorageOpened(Reply):
     created: bool
     version: int | None
     torn: bool
+    spillable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +112,8 @@ class ReplyHeld(Reply):
     hold_id: HoldId
     version: int
     dirty: bool
+    handle: Handle | None
+    """Of a spillable storage, for whoever had it parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +143,14 @@ class AnnounceStepAborted(Instruction):
     step: int
     epoch: Epoch
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceMemoryWanted(Instruction):
+    """Tell the node that a device has no room for a storage that is to come back."""
+
+    device: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

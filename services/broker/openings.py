@@ -1,7 +1,7 @@
 """Participants that want a storage: the first that can create it does, the others attach.
 
-Invariants: nobody waits for a storage that exists; while somebody who could create one waits, a
-creation is under way (its request waits for room).
+Invariants: nobody waits for a storage that exists, unless its contents are not on its device; while
+somebody who could create one waits, a creation is under way (its request waits for room).
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ class Openings:
             if not event.create.writers:
                 raise InvalidArgument(f"storage {event.name} declares no writers; it needs one")
         self._openers.append(event)
-        self._serve((event.run_id, event.name))
+        self.serve((event.run_id, event.name))
+
+    def wait_for(self, key: StorageKey) -> bool:
+        """Whether somebody waits to open it."""
+        return any((opener.run_id, opener.name) == key for opener in self._openers)
 
     def lose(self, participant: Participant) -> None:
         """A participant died: it no longer waits."""
@@ -84,32 +88,42 @@ class Openings:
         for key, event in list(self._creating.items()):
             if event.origin == request.origin:
                 del self._creating[key]
-                self._serve(key)
+                self.serve(key)
 
     def expire(self, now_ns: int) -> None:
         """Refuse the openers whose deadline has passed."""
         for opener in [o for o in self._openers if o.deadline_ns <= now_ns]:
             self._openers.remove(opener)
             text = f"storage {opener.name} of run {opener.run_id} was not created in time"
+            storage = self._find((opener.run_id, opener.name))
+            if storage is not None:
+                text = (
+                    f"storage {opener.name} of run {opener.run_id} is {storage.describe()} and was "
+                    f"not restored in time\n{self._rooms.table()}"
+                )
             self._outbox.add(Refuse(origin=opener.origin, error=BrokerTimeout(text)))
 
     def validate(self) -> None:
         """Check the invariants; for tests."""
         for opener in self._openers:
             key = (opener.run_id, opener.name)
-            assert self._find(key) is None
-            assert opener.create is None or key in self._creating
+            storage = self._find(key)
+            assert storage is None or not storage.resident
+            assert opener.create is None or key in self._creating or storage is not None
         for key, event in self._creating.items():
             assert self._find(key) is None
             assert any(request.origin == event.origin for request in self._rooms.waiting)
 
-    def _serve(self, key: StorageKey) -> None:
-        """Attach everybody if the storage is there; else let the first creator create it."""
+    def serve(self, key: StorageKey) -> None:
+        """Attach everybody if the storage is there; else let the first creator create it.
+
+        What is spilled has to come back before anybody can map it; whoever may not open it is told
+        at once.
+        """
         openers = [o for o in self._openers if (o.run_id, o.name) == key]
         storage = self._find(key)
         if storage is not None:
             for opener in openers:
-                self._openers.remove(opener)
                 self._attach(storage, opener)
             return
         creators = [opener for opener in openers if opener.create is not None]
@@ -151,7 +165,7 @@ class Openings:
             )
         )
         self._reply(storage, event.origin, created=True)
-        self._serve(key)
+        self.serve(key)
 
     def _attach(self, storage: Storage, event: OpenStorage) -> None:
         try:
@@ -162,11 +176,15 @@ class Openings:
                 )
             _require_declared(storage.name, storage.spec, event.origin.participant)
         except RollplexError as error:
+            self._openers.remove(event)
             self._outbox.add(Refuse(origin=event.origin, error=error))
-        else:
+            return
+        if storage.resident:
+            self._openers.remove(event)
             self._reply(storage, event.origin, created=False)
 
     def _reply(self, storage: Storage, origin: Origin, *, created: bool) -> None:
+        storage.give_to(origin.participant)
         self._outbox.add(
             ReplyStorageOpened(
                 origin=origin,
@@ -175,6 +193,7 @@ class Openings:
                 created=created,
                 version=storage.version,
                 torn=bool(storage.torn),
+                spillable=storage.spillable,
             )
         )
 

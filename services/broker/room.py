@@ -67,9 +67,13 @@ class Room:
             self.waiting.remove(request)
             request.refuse(self._full(request, "there is no room now, and waiting was not wanted"))
 
+    def fits(self, size_bytes: int) -> bool:
+        """Whether there is room now."""
+        return self.used_bytes + size_bytes <= self.capacity_bytes
+
     def take_now(self, what: str, size_bytes: int) -> None:
         """Take run-scoped room at once. Raises ArenaFull."""
-        if self.used_bytes + size_bytes > self.capacity_bytes:
+        if not self.fits(size_bytes):
             free_bytes = self.capacity_bytes - self.used_bytes
             raise ArenaFull(
                 f"{what} wants {size_bytes} bytes, {free_bytes} of {self.device} are free\n"
@@ -119,8 +123,7 @@ class Room:
                 request.refuse(self._full(request, "waiting cannot help"))
                 return True
             participant = request.origin.participant
-            fits = self.used_bytes + request.size_bytes <= self.capacity_bytes
-            if fits and participant not in behind:
+            if self.fits(request.size_bytes) and participant not in behind:
                 self.waiting.remove(request)
                 self._take(request.size_bytes, run_scoped=request.epoch is None)
                 request.grant()

@@ -1,6 +1,7 @@
-"""The rooms of a node: one for the host's memory, one for each GPU.
+"""The rooms of a node: one for the host's memory, one for each GPU, one for spilled contents.
 
-The host's comes first. Without a GPU, `device` placement is the host's memory too.
+The host's comes first. Without a GPU, `device` placement is the host's memory too. Spilled contents
+are in the host's memory, but in no arena: they have a budget of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from services.broker.room import RoomRequest
 
 
+COPIES = "copies"
+"""What the ledger calls the room for spilled contents."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaSize:
     """What may be handed out of one arena."""
@@ -30,6 +35,8 @@ class ArenaSize:
     capacity_bytes: int
     page_bytes: int
     """Allocations take whole pages."""
+    spills: bool = True
+    """Whether its storages can be spilled."""
 
 
 class Rooms:
@@ -37,10 +44,18 @@ class Rooms:
 
     Args:
         sizes: the host's first; of the others the first is for participants that name no GPU.
+        copies_bytes: of the host's memory, for spilled contents; 0: nothing is spilled.
         table: the ledger for refusals.
     """
 
-    def __init__(self, sizes: Sequence[ArenaSize], *, table: Callable[[], str]) -> None:
+    def __init__(
+        self, sizes: Sequence[ArenaSize], *, copies_bytes: int = 0, table: Callable[[], str]
+    ) -> None:
+        self.table = table
+        self.copies = Room(
+            device=COPIES, capacity_bytes=copies_bytes, page_bytes=sizes[0].page_bytes, table=table
+        )
+        self._spilling = {size.device for size in sizes if size.spills and copies_bytes}
         self._rooms = {
             size.device: Room(
                 device=size.device,
@@ -55,7 +70,11 @@ class Rooms:
         self._homes: dict[Participant, str] = {}
 
     def __iter__(self) -> Iterator[Room]:
-        return iter(self._rooms.values())
+        return iter((*self._rooms.values(), self.copies))
+
+    def spills(self, device: str) -> bool:
+        """Whether storages of a device can be spilled."""
+        return device in self._spilling
 
     def of(self, device: str) -> Room:
         """The room of a device that has one."""
@@ -89,7 +108,7 @@ class Rooms:
         return [request for room in self for request in room.waiting]
 
     def totals(self) -> tuple[ArenaTotals, ...]:
-        """Of each room, the host's first."""
+        """Of each room, the host's first; that of spilled contents once there were any."""
         return tuple(
             ArenaTotals(
                 device=room.device,
@@ -98,6 +117,7 @@ class Rooms:
                 peak_bytes=room.peak_bytes,
             )
             for room in self
+            if room is not self.copies or room.peak_bytes
         )
 
     def pump(self) -> None:

@@ -7,9 +7,10 @@ import resource
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from common.bus.hub import Hub
+from common.gpu.health import watch
 from common.transport import BoundServicer
 from protos.rollplex.v1 import broker_pb2, broker_pb2_grpc
 from services.broker.actor import BrokerActor
@@ -25,20 +26,42 @@ if TYPE_CHECKING:
 _METRICS_S = 1.0
 
 
+class SpillMeter:
+    """Counts what was spilled and restored; see `memory.CopyMeter`."""
+
+    def __init__(self, metrics: CollectorRegistry) -> None:
+        counter = partial(Counter, registry=metrics)
+        self._spilled = counter("rollplex_spilled_bytes", "Copied from devices to the host.")
+        self._spilled_s = counter("rollplex_spilled_seconds", "What that took.")
+        self._restored = counter("rollplex_restored_bytes", "Copied from the host to devices.")
+        self._restored_s = counter("rollplex_restored_seconds", "What that took.")
+
+    def spilled(self, size_bytes: int, seconds: float) -> None:
+        """Contents have gone to the host's memory."""
+        self._spilled.inc(size_bytes)
+        self._spilled_s.inc(seconds)
+
+    def restored(self, size_bytes: int, seconds: float) -> None:
+        """Contents have come back."""
+        self._restored.inc(size_bytes)
+        self._restored_s.inc(seconds)
+
+
 class BrokerService:
     """Built by `create`; see `common.service.context.Service` for the order of calls."""
 
-    def __init__(self, actor: BrokerActor, hub: Hub, metrics: CollectorRegistry) -> None:
+    def __init__(
+        self, actor: BrokerActor, hub: Hub, metrics: CollectorRegistry, *, gpus: int
+    ) -> None:
         self._actor = actor
         self._hub = hub
+        self._gpus = gpus
         by_device = partial(Gauge, labelnames=("device",), registry=metrics)
         self._used = by_device("rollplex_arena_used_bytes", "Bytes handed out.")
         self._peak = by_device("rollplex_arena_peak_bytes", "Most bytes ever out.")
         self._entries = Gauge("rollplex_ledger_entries", "Leases and others.", registry=metrics)
         self._connected = Gauge("rollplex_participants", "Connected.", registry=metrics)
-        capacity = by_device("rollplex_arena_capacity_bytes", "Budget.")
-        for arena in actor.ledger().arenas:
-            capacity.labels(arena.device).set(arena.capacity_bytes)
+        self._capacity = by_device("rollplex_arena_capacity_bytes", "Budget.")
         descriptor = broker_pb2.DESCRIPTOR.services_by_name["Broker"]
         self.servicers = (
             BoundServicer(
@@ -58,6 +81,8 @@ class BrokerService:
             arenas=_arenas(deployment),
             socket_path=deployment.broker_socket,
             publish=hub.publish,
+            copies_bytes=deployment.spill_bytes,
+            meter=SpillMeter(context.metrics),
         )
         await actor.start()
         try:
@@ -65,13 +90,26 @@ class BrokerService:
         except BaseException:
             actor.close()
             raise
-        return cls(actor, hub, context.metrics)
+        return cls(actor, hub, context.metrics, gpus=deployment.gpus)
 
     async def run(self) -> None:
-        """Keep the metrics fresh; raises what broke the state."""
+        """Keep the metrics fresh; raises what broke the state, or DeviceLost."""
+        watches = [asyncio.create_task(watch(ordinal)) for ordinal in range(self._gpus)]
+        try:
+            await self._keep_metrics(watches)
+        finally:
+            for task in watches:
+                task.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _keep_metrics(self, watches: list[asyncio.Task[None]]) -> None:
         while not self._actor.failed.is_set():
+            for task in watches:
+                if task.done():
+                    task.result()
             ledger = self._actor.ledger()
             for arena in ledger.arenas:
+                self._capacity.labels(arena.device).set(arena.capacity_bytes)
                 self._used.labels(arena.device).set(arena.used_bytes)
                 self._peak.labels(arena.device).set(arena.peak_bytes)
             self._entries.set(len(ledger.rows))

@@ -2,8 +2,8 @@
 
 It owns nothing but numbers and names; memory, sockets and clocks are the executor's. The parts:
 `runs` (epoch fences), `rooms` (bytes by device), `leases` (step-scoped), `storage` (run-scoped),
-`reservations`. After every event: what waits cannot be granted, and the rows of the ledger add up
-to the bytes in use.
+`reservations`. After every event: what waits cannot be granted, what can be spilled or restored is
+under way, and the rows of the ledger add up to the bytes in use.
 """
 
 from __future__ import annotations
@@ -59,13 +59,16 @@ class BrokerState:
 
     Args:
         arenas: what may be handed out and reserved of each, the host's first.
+        copies_bytes: of the host's memory, for contents that are spilled; 0: nothing is.
         first_generation: greater than every generation of an earlier broker on this node.
     """
 
-    def __init__(self, arenas: Sequence[ArenaSize], *, first_generation: int = 1) -> None:
+    def __init__(
+        self, arenas: Sequence[ArenaSize], *, copies_bytes: int = 0, first_generation: int = 1
+    ) -> None:
         self._outbox = Outbox(first_generation=first_generation)
         self._runs = Runs()
-        self._rooms = Rooms(arenas, table=lambda: self.ledger().table())
+        self._rooms = Rooms(arenas, copies_bytes=copies_bytes, table=lambda: self.ledger().table())
         self._leases = LeaseBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
         self._storages = StorageBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
         self._reservations = Reservations(self._rooms)
@@ -91,10 +94,11 @@ class BrokerState:
             self._apply(event)
         self._rooms.pump()
         self._expire(event.at_ns)
+        self._storages.settle(event.at_ns)
         return self._outbox.take()
 
     def next_deadline_ns(self) -> int | None:
-        """When a DeadlinePassed is due; None: nothing waits."""
+        """When a DeadlinePassed is due; None: there is nothing to look at."""
         deadlines = [
             *self._leases.deadlines(),
             *self._storages.deadlines(),
@@ -240,6 +244,18 @@ class BrokerState:
     def _(self, event: events.MemoryFailed) -> None:
         self._leases.memory_failed(event.generation, event.reason, event.at_ns)
         self._storages.memory_failed(event.generation)
+
+    @_apply.register
+    def _(self, event: events.MoveEnded) -> None:
+        self._storages.move_ended(event)
+
+    @_apply.register
+    def _(self, event: events.ParkStorage) -> None:
+        self._storages.park(event)
+
+    @_apply.register
+    def _(self, event: events.PrefetchStorage) -> None:
+        self._storages.prefetch(event)
 
     @_apply.register
     def _(self, event: events.AllocateLease) -> None:

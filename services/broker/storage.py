@@ -1,7 +1,8 @@
 """The storages of all runs, and the holds on them: versioned contents and accumulators.
 
 Invariants: a WRITE or EXCLUSIVE hold is alone on its storage; a hold's participant is declared for
-its kind; what waits for a storage can neither be granted nor has to be refused.
+its kind; what waits for a storage can neither be granted nor has to be refused. Where the contents
+are is the business of `spilling`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from common.tensors.errors import (
     UnknownRun,
     UnknownStorage,
 )
-from common.tensors.spec import layout
+from common.tensors.spec import Residency, layout
 from common.tensors.storage import HoldKind
 from services.broker.events import HoldId, StorageId
 from services.broker.holds import Hold, Storage, WaitingHold
@@ -28,6 +29,7 @@ from services.broker.instructions import (
 )
 from services.broker.ledger import LedgerRow, names
 from services.broker.openings import Openings
+from services.broker.spilling import Spilling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +39,11 @@ if TYPE_CHECKING:
     from services.broker.events import (
         Generation,
         HoldStorage,
+        MoveEnded,
         OpenStorage,
         Origin,
+        ParkStorage,
+        PrefetchStorage,
         PublishHold,
         ReleaseHold,
     )
@@ -59,16 +64,20 @@ class StorageBook:
         self.openings = Openings(
             rooms=rooms, outbox=outbox, find=self._storages.get, make=self._make
         )
+        self._spilling = Spilling(
+            rooms=rooms, outbox=outbox, storages=self._storages, opening=self.openings.wait_for
+        )
         self._next_storage = StorageId(1)
         self._next_hold = HoldId(1)
 
     def rows(self) -> list[LedgerRow]:
-        """One row a storage."""
-        return [storage.row() for storage in self._storages.values()]
+        """One row a storage and place that has memory for it."""
+        return [row for storage in self._storages.values() for row in storage.rows()]
 
     def deadlines(self) -> list[int]:
-        """When waiting requests have to be refused."""
-        return [w.deadline_ns for storage in self._storages.values() for w in storage.waiting]
+        """When waiting requests have to be refused, and spilled storages looked at again."""
+        waiting = [w.deadline_ns for storage in self._storages.values() for w in storage.waiting]
+        return [*waiting, *self._spilling.deadlines()]
 
     def open(self, event: OpenStorage) -> None:
         """Attach, create, or wait for the creator."""
@@ -124,6 +133,29 @@ class StorageBook:
             storage.dirty_epoch = None
         self._serve(storage)
 
+    def park(self, event: ParkStorage) -> None:
+        """A participant has unmapped a storage. Nothing for one that ended with its run."""
+        storage = self._known(event.storage_id, event.origin.participant)
+        if storage is not None:
+            self._spilling.park(storage, event.origin.participant)
+
+    def prefetch(self, event: PrefetchStorage) -> None:
+        """A participant will hold what it has parked. Nothing if that ended with its run."""
+        storage = self._known(event.storage_id, event.origin.participant)
+        if storage is not None:
+            self._spilling.prefetch(storage, event.origin.participant)
+
+    def move_ended(self, event: MoveEnded) -> None:
+        """The contents of a storage are elsewhere, or could not be moved."""
+        storage = self._spilling.ended(event)
+        if storage is not None and storage.resident:
+            self.openings.serve((storage.run_id, storage.name))
+            self._serve(storage)
+
+    def settle(self, now_ns: int) -> None:
+        """Begin to move contents; see `spilling`."""
+        self._spilling.settle(now_ns)
+
     def lose(self, participant: Participant, reason: str) -> None:
         """A participant died: its waits and holds end."""
         for storage in self._storages.values():
@@ -136,6 +168,7 @@ class StorageBook:
                     )
                 elif hold.kind is HoldKind.EXCLUSIVE:
                     storage.dirty_epoch = hold.epoch
+            storage.lose(participant)
             self._serve(storage)
 
     def end_epochs(self, run_id: RunId) -> None:
@@ -178,6 +211,8 @@ class StorageBook:
                     f"{wanted} on {storage.name} was not granted in time: the storage is "
                     f"{storage.describe()}, held by {storage.held_by()}"
                 )
+                if not storage.resident:
+                    text += f"\n{self._rooms.table()}"
                 self._refuse(storage, wanted, BrokerTimeout(text))
 
     def validate(self) -> None:
@@ -195,19 +230,22 @@ class StorageBook:
                 assert not verdict.grant
                 assert verdict.error is None
         self.openings.validate()
+        self._spilling.validate()
 
     def _make(self, event: OpenStorage, device: str, size_bytes: int) -> Storage:
-        assert event.create is not None
+        spec = event.create
+        assert spec is not None
         storage = Storage(
             storage_id=self._next_storage,
             generation=self._outbox.next_generation(),
             run_id=event.run_id,
             name=event.name,
-            spec=event.create,
-            layout=layout(event.create.tensors),
+            spec=spec,
+            layout=layout(spec.tensors),
             device=device,
             size_bytes=size_bytes,
             creator=event.origin.participant,
+            spillable=spec.residency is Residency.SPILLABLE and self._rooms.spills(device),
         )
         self._next_storage = StorageId(self._next_storage + 1)
         self._storages[event.run_id, event.name] = storage
@@ -233,14 +271,21 @@ class StorageBook:
         )
         self._next_hold = HoldId(self._next_hold + 1)
         storage.holds[hold.hold_id] = hold
+        storage.give_to(hold.participant)
         dirty = wanted.kind is HoldKind.EXCLUSIVE and storage.dirty_epoch is not None
         self._outbox.add(
-            ReplyHeld(origin=wanted.origin, hold_id=hold.hold_id, version=hold.version, dirty=dirty)
+            ReplyHeld(
+                origin=wanted.origin,
+                hold_id=hold.hold_id,
+                version=hold.version,
+                dirty=dirty,
+                handle=storage.handle(hold.participant) if storage.spillable else None,
+            )
         )
 
     def _free(self, storage: Storage, *, exists: bool = True) -> None:
         del self._storages[storage.run_id, storage.name]
-        self._rooms.of(storage.device).give_back(storage.size_bytes, run_scoped=True)
+        self._spilling.free(storage)
         if exists:
             self._outbox.add(FreeMemory(generation=storage.generation))
 
@@ -250,6 +295,18 @@ class StorageBook:
 
     def _of_run(self, run_id: RunId) -> list[Storage]:
         return [storage for storage in self._storages.values() if storage.run_id == run_id]
+
+    def _known(self, storage_id: StorageId, participant: Participant) -> Storage | None:
+        """A storage that a participant may use; None: it ended with its run."""
+        live = any(storage.storage_id == storage_id for storage in self._storages.values())
+        if not live and 0 < storage_id < self._next_storage:
+            return None
+        storage = self._by_id(storage_id)
+        if not storage.may_open(participant):
+            raise NotDeclared(
+                f"{participant} is neither reader nor writer of storage {storage.name}"
+            )
+        return storage
 
     def _by_id(self, storage_id: StorageId) -> Storage:
         for storage in self._storages.values():

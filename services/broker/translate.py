@@ -57,10 +57,13 @@ def reply_to_proto(reply: instructions.Reply, exports: Sequence[Export] = ()) ->
                 created=reply.created,
                 version=reply.version,
                 torn=reply.torn,
+                spillable=reply.spillable,
             )
             message.storage_opened.CopyFrom(opened)
         case instructions.ReplyHeld():
             held = pb.StorageHeld(hold_id=reply.hold_id, version=reply.version, dirty=reply.dirty)
+            if reply.handle is not None:
+                held.handle.CopyFrom(_handle(reply.handle, exports[0]))
             message.storage_held.CopyFrom(held)
         case instructions.ReplyDone():
             message.done.SetInParent()
@@ -78,6 +81,8 @@ def handles_of(reply: instructions.Reply) -> tuple[instructions.Handle, ...]:
             return (reply.handle,)
         case instructions.ReplyAcquired():
             return reply.handles
+        case instructions.ReplyHeld(handle=handle) if handle is not None:
+            return (handle,)
         case _:
             return ()
 
@@ -138,6 +143,7 @@ def _handle(handle: instructions.Handle, export: Export) -> pb.TensorHandle:
         name=handle.name,
         writable=handle.writable,
         ipc=ipc,
+        life=handle.life,
     )
 
 
@@ -267,6 +273,16 @@ def _publish(message: pb.PublishStorage, origin: Origin, at_ns: int) -> events.P
     return events.PublishHold(origin=origin, at_ns=at_ns, hold_id=HoldId(message.hold_id))
 
 
+def _park(message: pb.ParkStorage, origin: Origin, at_ns: int) -> events.ParkStorage:
+    return events.ParkStorage(origin=origin, at_ns=at_ns, storage_id=StorageId(message.storage_id))
+
+
+def _prefetch(message: pb.PrefetchStorage, origin: Origin, at_ns: int) -> events.PrefetchStorage:
+    return events.PrefetchStorage(
+        origin=origin, at_ns=at_ns, storage_id=StorageId(message.storage_id)
+    )
+
+
 def _reserve(message: pb.Reserve, origin: Origin, at_ns: int) -> events.ReserveMemory:
     return events.ReserveMemory(
         origin=origin,
@@ -292,6 +308,8 @@ _READERS: dict[str, Callable[[Any, Origin, int], events.Request]] = {
     "hold_storage": _hold,
     "release_storage": _release_hold,
     "publish_storage": _publish,
+    "park_storage": _park,
+    "prefetch_storage": _prefetch,
     "reserve": _reserve,
     "cancel": _cancel,
 }

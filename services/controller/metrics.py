@@ -23,7 +23,8 @@ the engine's own, or copies of prefixes, and waits for the groups that come firs
 
 _NS_PER_S = 1e9
 _WINDOW_EDGES = (bodies.WindowOpened, bodies.WindowClosed)
-_PREFIX_TASKS = frozenset({Task.POLICY_PREFIX, Task.REFERENCE_PREFIX})
+_PREFIX_TASKS = frozenset({Task.POLICY_PREFIX, Task.REFERENCE_PREFIX, Task.AHEAD_REFERENCE})
+_VISION_TASKS = frozenset({Task.POLICY_VISION, Task.AHEAD_VISION})
 
 Span = tuple[int, int]
 
@@ -168,16 +169,22 @@ class StepObserver:
         if shared_ns := sum(length_ns for length_ns, _ in shared):
             metrics["sm_share_mean"] = sum(ns * sms for ns, sms in shared) / shared_ns
             metrics["time_governed_s"] = shared_ns / _NS_PER_S
+        slowdown = governed_slowdown([span for _, span in self._spans])
+        if slowdown is not None:
+            metrics["governed_decode_slowdown"] = slowdown
         metrics["time_admit_s"] = covered_ns(self._admissions) / _NS_PER_S
         metrics["window_s"] = sum(end - start for start, end in self._windows) / _NS_PER_S
         prefixes = [(s.start_ns, s.end_ns) for _, s in self._spans if s.task in _PREFIX_TASKS]
-        vision = sorted(
-            (s.start_ns, s.end_ns) for _, s in self._spans if s.task is Task.POLICY_VISION
-        )
         # The window cannot open before the first group's vision is encoded: that one never hides.
+        first = min((g.group for g in self.view.living), default=None)
+        vision = [
+            (s.start_ns, s.end_ns)
+            for event, s in self._spans
+            if s.task in _VISION_TASKS and event.group != first
+        ]
         for name, spans in (
             ("prefix_overlap_fraction", prefixes),
-            ("hidden_fraction", prefixes + vision[1:]),
+            ("hidden_fraction", prefixes + vision),
         ):
             share = overlap_fraction(spans, self._windows)
             if share is not None:
@@ -208,6 +215,19 @@ def overlap_fraction(spans: Sequence[Span], windows: Sequence[Span]) -> float | 
         for opened, closed in windows
     )
     return inside / total
+
+
+def governed_slowdown(spans: Sequence[WorkSpan]) -> float | None:
+    """How much slower the decode was beside jobs whose effect on it was measured.
+
+    Returns: time of the jobs over the time that the decode alone would have taken for what it did
+    meanwhile; None where nothing was measured.
+    """
+    measured = [(span.end_ns - span.start_ns, span.decode_rate) for span in spans]
+    decoded_ns = sum(length_ns * rate for length_ns, rate in measured if rate > 0)
+    if decoded_ns <= 0:
+        return None
+    return sum(length_ns for length_ns, rate in measured if rate > 0) / decoded_ns
 
 
 def covered_ns(spans: Sequence[Span]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
-from common.step.plan import PlannedGroup, StepMode, StepPlan
+from common.step.plan import EVAL_SPLIT, TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
 from common.step.schedule import Schedule
 
 SampleOrder = Callable[[StepIndex], Sequence[int]]
@@ -26,6 +26,7 @@ class RunSettings:
         max_drop_fraction: of all samples of the run.
         step_deadline_s: for one training step of `prompts_per_step` groups.
         replay_dir: recorded responses, fed to training steps instead of sampling; None: sample.
+        ahead: whether plans name the groups of what comes next.
     """
 
     steps: int
@@ -40,14 +41,19 @@ class RunSettings:
     needs_reference: bool
     step_deadline_s: float
     replay_dir: str | None
+    ahead: bool
     order: SampleOrder
 
     def eval_due(self, version: int, first_version: int) -> bool:
         """Whether the weights of this version are to be evaluated."""
+        first = self.eval_rows > 0 and version == first_version
+        return first or self._evaluated_once_made(version)
+
+    def _evaluated_once_made(self, version: int) -> bool:
         if self.eval_rows == 0:
             return False
         every = self.eval_every_steps
-        return version in (first_version, self.steps) or (every > 0 and version % every == 0)
+        return version == self.steps or (every > 0 and version % every == 0)
 
     def checkpoint_due(self, version: int) -> bool:
         """Whether the weights of this version are to be checkpointed unasked."""
@@ -73,9 +79,10 @@ class RunSettings:
             mode=StepMode.TRAIN,
             schedule=self.schedule,
             weights_version=WeightsVersion(step),
-            groups=_groups("train", self.order(step)),
+            groups=self._train_groups(step),
             samples_per_group=self.samples_per_group,
             replay_dir=self.replay_dir,
+            ahead=self._after_update(step + 1) if self.ahead else (),
         )
 
     def eval_plan(self, run_id: RunId, step: StepIndex, epoch: Epoch) -> StepPlan:
@@ -87,10 +94,27 @@ class RunSettings:
             mode=StepMode.EVAL,
             schedule=Schedule.SERIAL,
             weights_version=WeightsVersion(step),
-            groups=_groups("eval", range(self.eval_rows)),
+            groups=self._eval_groups(),
             samples_per_group=1,
             greedy=True,
+            ahead=self._next_training(step) if self.ahead else (),
         )
+
+    def _after_update(self, version: int) -> tuple[PlannedGroup, ...]:
+        """Groups of what follows the update that makes a version."""
+        if self._evaluated_once_made(version):
+            return self._eval_groups()
+        return self._next_training(version)
+
+    def _next_training(self, version: int) -> tuple[PlannedGroup, ...]:
+        """Groups of the step that trains a version; none, if that is the last one."""
+        return () if version >= self.steps else self._train_groups(StepIndex(version))
+
+    def _train_groups(self, step: StepIndex) -> tuple[PlannedGroup, ...]:
+        return _groups(TRAIN_SPLIT, self.order(step))
+
+    def _eval_groups(self) -> tuple[PlannedGroup, ...]:
+        return _groups(EVAL_SPLIT, range(self.eval_rows))
 
 
 def _groups(split: str, samples: Sequence[int]) -> tuple[PlannedGroup, ...]:

@@ -49,6 +49,7 @@ def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int) -> RunSetti
         needs_reference=recipe.needs_reference,
         step_deadline_s=training.step_deadline_s,
         replay_dir=_replay_dir(training.replay_from),
+        ahead=training.ahead,
         order=partial(_order, recipe.seed, training.prompts_per_step, train_rows),
     )
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RESTORE_TIMEOUT_S = 120.0
-"""Longest wait for readers of an older version to let go."""
+"""Longest wait for readers of an older version to let go, or for spilled state to come back."""
 
 
 class LearnerRun:
@@ -80,6 +80,8 @@ class LearnerRun:
             model_path=context.recipe.model.path,
         )
         self.nonfinite_in_a_row = 0
+        wanted = context.recipe.training.spill_optimizer
+        self.spills = context.device.type == "cuda" if wanted == "auto" else wanted
         self._version: WeightsVersion | None = None
 
     @classmethod
@@ -117,6 +119,8 @@ class LearnerRun:
         if version is None:
             version = await self._restore()
         self._version = version
+        if self.spills:
+            await in_thread(self.optimizer.park)
         layout = self.shape.layout
         return Prepared(
             weights_version=version,
@@ -131,17 +135,21 @@ class LearnerRun:
         return LearnerStep(self, scope)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
-        """Write the version held as a checkpoint and make it a durable copy."""
+        """Write the version held as a checkpoint and make it a durable copy.
+
+        Spilled optimizer state comes back for it, until the next step begins.
+        """
         version = self._version
         assert version is not None, "prepare comes before save_checkpoint"
         recipe = self.context.recipe
-        path = await in_thread(
-            lambda: self.checkpoints.save(
-                version,
-                recipe_json=recipe.model_dump_json(),
-                keep=recipe.training.keep_checkpoints,
+        with await self.optimizer.hold_read(version, timeout_s=_RESTORE_TIMEOUT_S):
+            path = await in_thread(
+                lambda: self.checkpoints.save(
+                    version,
+                    recipe_json=recipe.model_dump_json(),
+                    keep=recipe.training.keep_checkpoints,
+                )
             )
-        )
         record = DurableRecord(kind="checkpoint", version=version, location=str(path), epoch=epoch)
         await self.context.ledger.commit_durable(self.context.run_id, record)
         return path, version

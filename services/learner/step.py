@@ -15,6 +15,7 @@ from common.rl.kl import rewards_with_kl
 from common.rl.losses import LossSums, ScoredResponses, policy_loss
 from common.rl.lr import learning_rate
 from common.rl.optimizer import FlatAdamW, UpdateReport, apply_update
+from common.step.plan import StepMode
 from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
@@ -39,6 +40,9 @@ class LearnerStep:
         self._run = run
         self._scope = scope
         self._accumulating = False
+        self._prefetched = not run.spills or scope.plan.mode is not StepMode.TRAIN
+        if run.spills:
+            scope.spawn(Task.UPDATE, self._park)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
         """Train one group's responses, or update."""
@@ -53,10 +57,21 @@ class LearnerStep:
         """Nothing is kept between tasks."""
 
     async def advance(self) -> None:
-        """Nothing is kept between tasks."""
+        """Have spilled optimizer state come back beside the last groups' backward."""
+        view = self._scope.view
+        if self._prefetched or not view.rollout_over:
+            return
+        left = sum(not group.done for group in view.living)
+        if left <= self._run.context.recipe.training.restore_ahead_groups:
+            self._prefetched = True
+            self._run.optimizer.prefetch()
 
     def close(self) -> None:
         """Nothing is kept between tasks."""
+
+    async def _park(self) -> None:
+        """Nobody needs the optimizer's state before the update: its device memory is for others."""
+        await self._scope.between_jobs(self._run.optimizer.park)
 
     # ---------------------------------------------------------------- one group
 
@@ -95,6 +110,7 @@ class LearnerStep:
             trained = await scope.run(
                 Task.RESPONSE_TRAIN,
                 lambda: self._backward(state, prefix, responses, advantages_G, reference_T),
+                work=len(responses.tokens),
             )
         scope.give_back(*leases)
         body = bodies.ResponsesTrained(lease=draft.lease_id, metrics=trained.value.as_dict())

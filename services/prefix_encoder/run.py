@@ -14,6 +14,8 @@ from common.step.tasks import Task
 from common.tensors.views import tensor_view
 from common.vlm.names import VISUAL
 from common.weights.binding import views
+from common.worker.device import copied_aside
+from common.worker.threads import in_thread
 from common.worker.weights import (
     FLAT,
     POLICY_GRADIENTS,
@@ -25,11 +27,13 @@ from common.worker.weights import (
     shared_model,
 )
 from common.worker.work import Prepared
+from services.prefix_encoder.ahead import AheadStore, LoadedPrompt, sample_key
 from services.prefix_encoder.step import PrefixEncoderStep
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from common.data.prepared import PreparedSample
     from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
     from common.worker.context import RunContext
@@ -40,8 +44,10 @@ COMPUTE_ORDER = (
     Task.POLICY_VISION,
     Task.POLICY_PREFIX,
     Task.REFERENCE_PREFIX,
+    Task.AHEAD_VISION,
+    Task.AHEAD_REFERENCE,
 )
-"""What others wait for comes first."""
+"""What others wait for comes first, and what nobody waits for last."""
 PREPARE_AHEAD = 4
 """Samples in preparation for each data worker, so that none of them idles."""
 OPEN_TIMEOUT_S = 120.0
@@ -74,13 +80,20 @@ class PrefixEncoderRun:
         if reference is not None and reference_weights is not None:
             self.reference = shared_model(context, reference, reference_weights, None)
         self._vision_shared: bool | None = None
+        recipe = context.recipe
+        self.ahead = AheadStore(
+            limit_bytes=recipe.data.ahead_mib << 20,
+            reference_limit=recipe.training.ahead_reference_groups,
+        )
+        # The embeddings of a tower that trains are another update's.
+        left_out = {Task.AHEAD_VISION} if recipe.model.train_vision else set()
         self.lanes = (
             Lane(
                 name="data",
-                tasks=(Task.PREPARE,),
-                width=PREPARE_AHEAD * context.recipe.data.workers,
+                tasks=(Task.PREPARE, Task.AHEAD_PREPARE),
+                width=PREPARE_AHEAD * recipe.data.workers,
             ),
-            Lane(name="compute", tasks=COMPUTE_ORDER),
+            Lane(name="compute", tasks=tuple(t for t in COMPUTE_ORDER if t not in left_out)),
         )
 
     @classmethod
@@ -99,7 +112,11 @@ class PrefixEncoderRun:
             reference_weights = await broker.open_storage(
                 context.run_id, REFERENCE_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
             )
-        source = SampleSource.from_config(str(recipe.model.path), recipe.data)
+        source = SampleSource.from_config(
+            str(recipe.model.path),
+            recipe.data,
+            bfloat16_pixels=context.dtype is torch.bfloat16,
+        )
         pool = SamplePool(
             source, workers=recipe.data.workers, cache_bytes=recipe.data.cache_mib << 20
         )
@@ -124,7 +141,25 @@ class PrefixEncoderRun:
 
     def begin(self, scope: StepScope) -> PrefixEncoderStep:
         """Start an epoch."""
+        known = (*scope.plan.groups, *scope.plan.ahead)
+        self.ahead.keep_only({sample_key(planned) for planned in known})
         return PrefixEncoderStep(self, scope)
+
+    async def load(self, sample: PreparedSample) -> LoadedPrompt:
+        """Copy a sample's prompt to the device."""
+        prompt, device = sample.prompt(), self.context.device
+        on_device = await in_thread(lambda: copied_aside(device, lambda: prompt.to(device)))
+        return LoadedPrompt(
+            text=prompt.without_pixels(), row_json=sample.row_json, prompt=on_device
+        )
+
+    @property
+    def one_tower(self) -> bool:
+        """Whether a prompt's pixels are read once: by the policy's tower, which is frozen."""
+        model = self.context.recipe.model
+        return not model.train_vision and (
+            self._reference_shape is None or model.reference_path in (None, model.path)
+        )
 
     def vision_is_shared(self) -> bool:
         """Whether both roles' vision towers are frozen and equal, bit for bit.
@@ -155,7 +190,8 @@ class PrefixEncoderRun:
         raise FailedPrecondition(f"{Service.PREFIX_ENCODER} writes no checkpoints; ask the learner")
 
     async def close(self) -> None:
-        """Stop the data workers, drop the mappings."""
+        """Stop the data workers, drop the mappings and what was kept for the next step."""
+        self.ahead.clear()
         await self.pool.close()
         for storage in (self.weights, self.gradients, self.reference_weights):
             if storage is not None:

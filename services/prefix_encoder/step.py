@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from common.data.errors import SampleError
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
@@ -19,17 +17,19 @@ from common.gpu.backward import backward_on_current_stream
 from common.ids import GroupId, LeaseId, Participant, Service
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
-from common.step.tasks import Task
+from common.step.tasks import AHEAD, Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV, prefix_backward
-from common.worker.device import copied_aside
 from common.worker.prompts import EMBEDDINGS, prompt_tensors
-from common.worker.threads import in_thread
 from common.worker.weights import KV, REFERENCE_VERSION
+from services.prefix_encoder.ahead_step import AheadStep
+from services.prefix_encoder.forwards import Forwards
+from services.prefix_encoder.holds import WeightHolds
 
 if TYPE_CHECKING:
-    from common.tensors.storage import Hold
+    import torch
+
     from common.vlm.prompt import PromptTensors
     from common.worker.scope import StepScope
     from services.prefix_encoder.run import PrefixEncoderRun
@@ -44,6 +44,8 @@ class GroupWork:
     """[V, h]; with its graph where the tower trains."""
     policy: PrefixKV | None = None
     """With its graph, until its backward; None: not encoded yet, or to be encoded again."""
+    reference: PrefixKV | None = None
+    """Done in the step before, and not exported yet."""
 
 
 class PrefixEncoderStep:
@@ -53,14 +55,16 @@ class PrefixEncoderStep:
         self._run = run
         self._scope = scope
         self._groups: dict[GroupId, GroupWork] = {}
-        self._policy_hold: Hold | None = None
-        self._reference_hold: Hold | None = None
-        self._training = scope.plan.mode is StepMode.TRAIN
+        self._holds = WeightHolds(scope, run.weights, run.reference_weights)
+        self._forwards = Forwards(run, training=scope.plan.mode is StepMode.TRAIN)
+        self._ahead = AheadStep(run, scope, self._holds, self._forwards)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
         """Do one task of one group."""
         assert group is not None
         match task:
+            case _ if task in AHEAD:
+                await self._ahead.run(task, group, cause_id)
             case Task.PREPARE:
                 await self._prepare(group, cause_id)
             case Task.POLICY_VISION:
@@ -80,9 +84,7 @@ class PrefixEncoderStep:
 
     async def advance(self) -> None:
         """Let the update begin once every living group is accumulated."""
-        if self._policy_hold is not None and self._scope.view.accumulated:
-            self._scope.give_back(self._policy_hold)
-            self._policy_hold = None
+        self._holds.advance()
 
     def close(self) -> None:
         """Drop every graph."""
@@ -91,19 +93,21 @@ class PrefixEncoderStep:
     # ---------------------------------------------------------------- tasks
 
     async def _prepare(self, group: GroupId, cause_id: str) -> None:
-        scope = self._scope
+        scope, run = self._scope, self._run
         planned = scope.view.groups[group]
         start_ns = time.monotonic_ns()
+        loaded = run.ahead.take((planned.split, planned.sample))
         try:
-            sample = await self._run.pool.prepare(planned.split, planned.sample)
+            if loaded is None:
+                loaded = await run.load(await run.pool.prepare(planned.split, planned.sample))
         except SampleError as error:
             dropped = bodies.GroupDropped(
                 code=error.fault.value, reason=str(error), sample=planned.sample
             )
             await scope.publish(dropped, group, cause_id=cause_id)
             return
-        prompt = sample.prompt()
-        shapes, fill = prompt_tensors(prompt, sample.row_json)
+        prompt = loaded.text
+        shapes, fill = prompt_tensors(prompt, loaded.row_json)
         lease = await scope.produce(
             "prompt",
             group,
@@ -113,9 +117,9 @@ class PrefixEncoderStep:
             next_use=Task.DECODE,
             placement=Placement.HOST,
         )
-        device = self._run.context.device
-        on_device = await in_thread(lambda: copied_aside(device, lambda: prompt.to(device)))
-        self._groups[group] = GroupWork(on_device)
+        self._groups[group] = GroupWork(
+            loaded.prompt, vision=loaded.vision, reference=loaded.reference
+        )
         prepared = bodies.GroupPrepared(
             prompt_lease=lease,
             prompt_tokens=prompt.prefix_tokens + 1,
@@ -128,17 +132,20 @@ class PrefixEncoderStep:
 
     async def _policy_vision(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
-        await self._hold_policy()
-
-        def encode() -> torch.Tensor:
-            with torch.set_grad_enabled(self._training):
-                return self._run.policy.vision_embeddings(
-                    work.prompt, checkpointing=self._checkpointing
-                )
-
-        encoded = await scope.run(Task.POLICY_VISION, encode)
-        work.vision = encoded.value
-        detached = encoded.value.detach()
+        span: WorkSpan | None = None
+        vision = work.vision
+        if vision is None:
+            await self._holds.hold_policy()
+            encoded = await scope.run(
+                Task.POLICY_VISION,
+                lambda: self._forwards.policy_vision(work.prompt),
+                work=work.prompt.vision_tokens,
+            )
+            vision, span = encoded.value, encoded.span
+            work.vision = vision
+            if self._run.one_tower:
+                work.prompt = work.prompt.without_pixels()
+        detached = vision.detach()
         lease: LeaseId | None = None
         if scope.plan.schedule not in PREFILL_FROM_LEASE and detached.shape[0]:
             lease = await scope.produce(
@@ -151,17 +158,19 @@ class PrefixEncoderStep:
                 placement=Placement.DEVICE,
             )
         body = bodies.PolicyVisionEncoded(lease=lease, weights_version=scope.view.version)
-        await scope.publish(body, group, span=encoded.span, cause_id=cause_id)
+        await scope.publish(body, group, span=span, cause_id=cause_id)
 
     async def _policy_prefix(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
-        await self._hold_policy()
+        await self._holds.hold_policy()
         vision = work.vision
         assert vision is not None
 
         keep = self._may_keep_graph()
         encoded = await scope.run(
-            Task.POLICY_PREFIX, lambda: self._encode_policy(work.prompt, vision, with_graph=keep)
+            Task.POLICY_PREFIX,
+            lambda: self._forwards.policy_prefix(work.prompt, vision, with_graph=keep),
+            work=work.prompt.prefix_tokens,
         )
         work.policy = encoded.value if keep else None
         consumers = [self._peer(Service.LEARNER)]
@@ -173,27 +182,19 @@ class PrefixEncoderStep:
 
     async def _reference_prefix(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
-        await self._hold_policy()
-        await self._hold_reference()
-        model = self._run.reference
-        assert model is not None
-
-        def encode() -> PrefixKV:
-            with torch.no_grad():
-                if self._run.vision_is_shared():
-                    assert work.vision is not None
-                    vision = work.vision.detach()
-                else:
-                    vision = model.vision_embeddings(work.prompt)
-                for _ in range(self._passes - 1):
-                    model.prefix_kv(work.prompt, vision)
-                return model.prefix_kv(work.prompt, vision)
-
-        encoded = await scope.run(Task.REFERENCE_PREFIX, encode)
+        span: WorkSpan | None = None
+        prefix, work.reference = work.reference, None
+        if prefix is None:
+            await self._holds.hold_policy()
+            await self._holds.hold_reference()
+            encoded = await scope.run(
+                Task.REFERENCE_PREFIX,
+                lambda: self._forwards.reference_prefix(work.prompt, work.vision),
+                work=work.prompt.prefix_tokens,
+            )
+            prefix, span = encoded.value, encoded.span
         consumers = [self._peer(Service.REFERENCE)]
-        await self._export(
-            group, ModelRole.REFERENCE, encoded.value, consumers, encoded.span, cause_id
-        )
+        await self._export(group, ModelRole.REFERENCE, prefix, consumers, span, cause_id)
 
     async def _prefix_backward(self, group: GroupId, cause_id: str) -> None:
         scope = self._scope
@@ -211,14 +212,14 @@ class PrefixEncoderStep:
             def backward() -> None:
                 policy, part = kept, gradient / self._passes if self._passes > 1 else gradient
                 for _ in range(self._passes):
-                    policy = policy or self._encode_policy(prompt, vision, with_graph=True)
+                    policy = policy or self._forwards.policy_prefix(prompt, vision, with_graph=True)
                     if self._run.context.governed:
                         backward_on_current_stream([*policy.keys, *policy.values])
                     prefix_backward(policy, part)
                     policy = None
 
             async with scope.exclusive(self._run.gradients):
-                done = await scope.run(Task.PREFIX_BACKWARD, backward)
+                done = await scope.run(Task.PREFIX_BACKWARD, backward, work=prompt.prefix_tokens)
             span = done.span
             scope.give_back(lease)
         await scope.publish(bodies.PrefixBackpropagated(), group, span=span, cause_id=cause_id)
@@ -230,22 +231,13 @@ class PrefixEncoderStep:
         kept = sum(1 for work in self._groups.values() if work.policy is not None)
         return limit is None or kept < limit
 
-    def _encode_policy(
-        self, prompt: PromptTensors, vision: torch.Tensor, *, with_graph: bool
-    ) -> PrefixKV:
-        """Run the policy's prefix forward; in the compute thread."""
-        with torch.set_grad_enabled(with_graph):
-            return self._run.policy.prefix_kv(
-                prompt, vision, checkpointing=with_graph and self._checkpointing
-            )
-
     async def _export(
         self,
         group: GroupId,
         role: ModelRole,
         prefix: PrefixKV,
         consumers: list[Participant],
-        span: WorkSpan,
+        span: WorkSpan | None,
         cause_id: str,
     ) -> None:
         """Copy K and V into a lease, so that the graph's own stay where they are."""
@@ -264,23 +256,9 @@ class PrefixEncoderStep:
         body = bodies.PrefixEncoded(role=role, lease=lease, weights_version=version)
         await scope.publish(body, group, span=span, cause_id=cause_id)
 
-    async def _hold_policy(self) -> None:
-        if self._policy_hold is None:
-            version = self._scope.view.version
-            self._policy_hold = await self._scope.read(self._run.weights, version)
-
-    async def _hold_reference(self) -> None:
-        storage = self._run.reference_weights
-        if self._reference_hold is None and storage is not None:
-            self._reference_hold = await self._scope.read(storage, REFERENCE_VERSION)
-
     @property
     def _passes(self) -> int:
         return self._run.context.recipe.prefix_passes
-
-    @property
-    def _checkpointing(self) -> bool:
-        return self._training and self._run.context.recipe.training.activation_checkpointing
 
     def _peer(self, service: Service) -> Participant:
         return self._run.context.peer(service)

@@ -146,7 +146,7 @@ class ReferenceStep:
                 ]
             return torch.cat(passes)
 
-        scored = await scope.run(task, score)
+        scored = await scope.run(task, score, work=len(packed.tokens))
         lease = await scope.produce(
             "reference.scores",
             group,

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from common.step.tasks import Task
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from common.ids import GroupId
+    from common.worker.live_decode import LiveDecode
     from common.worker.scope import StepScope
     from services.rollout.engines.protocol import Engine, FinishedGroup, GroupRequest, StepSpec
 
@@ -40,17 +41,12 @@ class DecodeLoop:
     """One step of one engine."""
 
     def __init__(
-        self,
-        engine: Engine,
-        spec: StepSpec,
-        scope: StepScope,
-        *,
-        report_rows: Callable[[int], None] = lambda _: None,
+        self, engine: Engine, spec: StepSpec, scope: StepScope, *, live: LiveDecode
     ) -> None:
-        """Args: report_rows: told how many sequences decode, before each iteration and at the end
-        of each turn, in the compute thread.
+        """Args: live: told what decodes, in the compute thread: the sequences before each
+        iteration and at the end of each turn, admissions, and iterations that have ended.
         """
-        self._report_rows = report_rows
+        self._live = live
         self._engine = engine
         self._spec = spec
         self._scope = scope
@@ -99,16 +95,19 @@ class DecodeLoop:
             self._scope.check()
             while (taken := engine.admit_next()) is not None:
                 admitted.append(taken)
+                self._live.admitted()
             if engine.needs_next_group() or engine.finished:
                 break
             if not self._decodes:
                 # Give the loop the chance to say that the window opens, before it does.
                 self._decodes = True
                 break
-            self._report_rows(engine.active_rows)
+            self._live.set_rows(engine.active_rows)
             finished.extend(engine.run_iteration().finished)
-        self._report_rows(engine.active_rows if self._decodes else 0)
+            self._live.iterated()
         waits = engine.needs_next_group()
+        # While it waits for a group nothing decodes: those that make the group need not go slowly.
+        self._live.set_rows(engine.active_rows if self._decodes and not waits else 0)
         turn = Turn(
             admitted=tuple(admitted),
             finished=tuple(finished),

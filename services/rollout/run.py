@@ -10,7 +10,7 @@ from common.errors import FailedPrecondition
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
-from common.worker.governor import LiveRows
+from common.worker.live_decode import LiveDecode
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
 from common.worker.work import Prepared
@@ -51,7 +51,7 @@ class RolloutRun:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
         rewards: RewardPool,
-        live_rows: LiveRows | None,
+        live: LiveDecode,
     ) -> None:
         self.context = context
         self.weights = weights
@@ -60,7 +60,7 @@ class RolloutRun:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.rewards = rewards
-        self._live_rows = live_rows
+        self.live = live
 
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
@@ -94,13 +94,8 @@ class RolloutRun:
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
-            live_rows=await LiveRows.open(context) if context.governed else None,
+            live=await LiveDecode.open(context) if context.governed else LiveDecode.private(),
         )
-
-    def report_rows(self, rows: int) -> None:
-        """Say how many sequences decode, to those whose work has to go beside them."""
-        if self._live_rows is not None:
-            self._live_rows.set(rows)
 
     async def prepare(self) -> Prepared:
         """Nothing to make good."""
@@ -117,7 +112,6 @@ class RolloutRun:
     async def close(self) -> None:
         """Stop the reward workers, drop the mapping."""
         await self.rewards.close()
-        if self._live_rows is not None:
-            self._live_rows.close()
+        self.live.close()
         self.engine.release()
         self.weights.close()

@@ -52,7 +52,7 @@ class RolloutStep:
             if scope.plan.replay_dir is None
             else Recording.read(scope.plan.replay_dir, scope.plan.step)
         )
-        self._loop = DecodeLoop(run.engine, self._spec(), scope, report_rows=run.report_rows)
+        self._loop = DecodeLoop(run.engine, self._spec(), scope, live=run.live)
         self._loop_runs = False
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
@@ -81,7 +81,7 @@ class RolloutStep:
         """End the decode, give the K/V memory back."""
         self._run.engine.abort()
         self._run.engine.release()
-        self._run.report_rows(0)
+        self._run.live.set_rows(0)
         self._prompts.clear()
         self._finished.clear()
 

@@ -443,6 +443,8 @@ class BrokerRequest(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    PARK_STORAGE_FIELD_NUMBER: _builtins.int
+    PREFETCH_STORAGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """0: no reply wanted, errors close the connection"""
     @_builtins.property
@@ -469,6 +471,10 @@ class BrokerRequest(_message.Message):
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def park_storage(self) -> Global___ParkStorage: ...
+    @_builtins.property
+    def prefetch_storage(self) -> Global___PrefetchStorage: ...
     def __init__(
         self,
         *,
@@ -485,12 +491,14 @@ class BrokerRequest(_message.Message):
         free: Global___FreeLease | None = ...,
         reserve: Global___Reserve | None = ...,
         cancel: Global___Cancel | None = ...,
+        park_storage: Global___ParkStorage | None = ...,
+        prefetch_storage: Global___PrefetchStorage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "park_storage", b"park_storage", "prefetch_storage", b"prefetch_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "request_id", b"request_id", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "park_storage", b"park_storage", "prefetch_storage", b"prefetch_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "request_id", b"request_id", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["join", "allocate", "seal", "acquire", "release", "open_storage", "hold_storage", "release_storage", "publish_storage", "free", "reserve", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["join", "allocate", "seal", "acquire", "release", "open_storage", "hold_storage", "release_storage", "publish_storage", "free", "reserve", "cancel", "park_storage", "prefetch_storage"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -513,7 +521,7 @@ class BrokerReply(_message.Message):
     def joined(self) -> Global___Joined: ...
     @_builtins.property
     def allocated(self) -> Global___Allocated:
-        """Beside these three: one file descriptor a handle, in order, but none for `ipc` handles."""
+        """Beside these four: one file descriptor a handle, in order, but none for `ipc` handles."""
 
     @_builtins.property
     def acquired(self) -> Global___Acquired: ...
@@ -634,6 +642,7 @@ class TensorHandle(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     WRITABLE_FIELD_NUMBER: _builtins.int
     IPC_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu", or a GPU UUID"""
     size_bytes: _builtins.int
@@ -644,6 +653,8 @@ class TensorHandle(_message.Message):
     """tensor class or storage name"""
     writable: _builtins.bool
     """by whoever gets it; the GPU does not enforce it"""
+    life: _builtins.int
+    """of a storage: how often its contents have come back to the device"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TensorSpec]: ...
     @_builtins.property
@@ -661,10 +672,11 @@ class TensorHandle(_message.Message):
         name: _builtins.str = ...,
         writable: _builtins.bool = ...,
         ipc: Global___IpcHandle | None = ...,
+        life: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ipc", b"_ipc", "ipc", b"ipc"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ipc", b"_ipc", "device", b"device", "epoch", b"epoch", "generation", b"generation", "ipc", b"ipc", "name", b"name", "size_bytes", b"size_bytes", "tensors", b"tensors", "writable", b"writable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ipc", b"_ipc", "device", b"device", "epoch", b"epoch", "generation", b"generation", "ipc", b"ipc", "life", b"life", "name", b"name", "size_bytes", b"size_bytes", "tensors", b"tensors", "writable", b"writable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ipc: _TypeAlias = _typing.Literal["ipc"]  # noqa: Y015
     _WhichOneofArgType__ipc: _TypeAlias = _typing.Literal["_ipc", b"_ipc"]  # noqa: Y015
@@ -973,6 +985,7 @@ class StorageOpened(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TORN_FIELD_NUMBER: _builtins.int
+    SPILLABLE_FIELD_NUMBER: _builtins.int
     storage_id: _builtins.int
     created: _builtins.bool
     """this call made it (contents are zero)"""
@@ -980,6 +993,8 @@ class StorageOpened(_message.Message):
     """unset: nothing published yet"""
     torn: _builtins.bool
     """a writer died while writing: contents are undefined"""
+    spillable: _builtins.bool
+    """it may be parked"""
     @_builtins.property
     def handle(self) -> Global___TensorHandle: ...
     def __init__(
@@ -990,10 +1005,11 @@ class StorageOpened(_message.Message):
         created: _builtins.bool = ...,
         version: _builtins.int | None = ...,
         torn: _builtins.bool = ...,
+        spillable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "handle", b"handle", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "created", b"created", "handle", b"handle", "storage_id", b"storage_id", "torn", b"torn", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "created", b"created", "handle", b"handle", "spillable", b"spillable", "storage_id", b"storage_id", "torn", b"torn", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -1041,22 +1057,30 @@ class StorageHeld(_message.Message):
     HOLD_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DIRTY_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     hold_id: _builtins.int
     version: _builtins.int
     dirty: _builtins.bool
     """EXCLUSIVE: a holder of an older epoch died while it held"""
+    @_builtins.property
+    def handle(self) -> Global___TensorHandle:
+        """set: the storage is spillable; for whoever had it parked"""
+
     def __init__(
         self,
         *,
         hold_id: _builtins.int = ...,
         version: _builtins.int = ...,
         dirty: _builtins.bool = ...,
+        handle: Global___TensorHandle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_handle", b"_handle", "handle", b"handle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dirty", b"dirty", "hold_id", b"hold_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_handle", b"_handle", "dirty", b"dirty", "handle", b"handle", "hold_id", b"hold_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__handle: _TypeAlias = _typing.Literal["handle"]  # noqa: Y015
+    _WhichOneofArgType__handle: _TypeAlias = _typing.Literal["_handle", b"_handle"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__handle) -> _WhichOneofReturnType__handle | None: ...
 
 Global___StorageHeld: _TypeAlias = StorageHeld  # noqa: Y015
 
@@ -1083,6 +1107,50 @@ class ReleaseStorage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseStorage: _TypeAlias = ReleaseStorage  # noqa: Y015
+
+@_typing.final
+class ParkStorage(_message.Message):
+    """The sender has unmapped a spillable storage and needs it no more until it asks again. Nothing while
+    it holds it. When all have parked it, its contents go to the host's memory.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORAGE_ID_FIELD_NUMBER: _builtins.int
+    storage_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        storage_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["storage_id", b"storage_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkStorage: _TypeAlias = ParkStorage  # noqa: Y015
+
+@_typing.final
+class PrefetchStorage(_message.Message):
+    """The sender will hold a storage that it has parked: bring the contents back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORAGE_ID_FIELD_NUMBER: _builtins.int
+    storage_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        storage_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["storage_id", b"storage_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchStorage: _TypeAlias = PrefetchStorage  # noqa: Y015
 
 @_typing.final
 class PublishStorage(_message.Message):

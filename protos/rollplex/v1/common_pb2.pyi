@@ -113,6 +113,7 @@ class StepPlan(_message.Message):
     SAMPLES_PER_GROUP_FIELD_NUMBER: _builtins.int
     GREEDY_FIELD_NUMBER: _builtins.int
     REPLAY_DIR_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     step: _builtins.int
     """step s turns weights version s into s + 1"""
@@ -128,6 +129,10 @@ class StepPlan(_message.Message):
     """Folder with recorded responses to replay instead of sampling; unset: sample."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedGroup]: ...
+    @_builtins.property
+    def ahead(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedGroup]:
+        """Groups of what is likely to come next, for work ahead of time; only a hint. Empty: nothing is."""
+
     def __init__(
         self,
         *,
@@ -141,10 +146,11 @@ class StepPlan(_message.Message):
         samples_per_group: _builtins.int = ...,
         greedy: _builtins.bool = ...,
         replay_dir: _builtins.str | None = ...,
+        ahead: _abc.Iterable[Global___PlannedGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replay_dir", b"_replay_dir", "replay_dir", b"replay_dir"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replay_dir", b"_replay_dir", "epoch", b"epoch", "greedy", b"greedy", "groups", b"groups", "mode", b"mode", "replay_dir", b"replay_dir", "run_id", b"run_id", "samples_per_group", b"samples_per_group", "schedule", b"schedule", "step", b"step", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replay_dir", b"_replay_dir", "ahead", b"ahead", "epoch", b"epoch", "greedy", b"greedy", "groups", b"groups", "mode", b"mode", "replay_dir", b"replay_dir", "run_id", b"run_id", "samples_per_group", b"samples_per_group", "schedule", b"schedule", "step", b"step", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replay_dir: _TypeAlias = _typing.Literal["replay_dir"]  # noqa: Y015
     _WhichOneofArgType__replay_dir: _TypeAlias = _typing.Literal["_replay_dir", b"_replay_dir"]  # noqa: Y015

@@ -53,6 +53,8 @@ class Event(_message.Message):
     PREFIX_BACKPROPAGATED_FIELD_NUMBER: _builtins.int
     WEIGHTS_PUBLISHED_FIELD_NUMBER: _builtins.int
     TASK_FAILED_FIELD_NUMBER: _builtins.int
+    AHEAD_DONE_FIELD_NUMBER: _builtins.int
+    MEMORY_WANTED_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
     """unique; made by the sender"""
     cause_id: _builtins.str
@@ -105,6 +107,10 @@ class Event(_message.Message):
     def weights_published(self) -> Global___WeightsPublished: ...
     @_builtins.property
     def task_failed(self) -> Global___TaskFailed: ...
+    @_builtins.property
+    def ahead_done(self) -> Global___AheadDone: ...
+    @_builtins.property
+    def memory_wanted(self) -> Global___MemoryWanted: ...
     def __init__(
         self,
         *,
@@ -135,16 +141,18 @@ class Event(_message.Message):
         prefix_backpropagated: Global___PrefixBackpropagated | None = ...,
         weights_published: Global___WeightsPublished | None = ...,
         task_failed: Global___TaskFailed | None = ...,
+        ahead_done: Global___AheadDone | None = ...,
+        memory_wanted: Global___MemoryWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "body", b"body", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "body", b"body", "cause_id", b"cause_id", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__work: _TypeAlias = _typing.Literal["work"]  # noqa: Y015
     _WhichOneofArgType__work: _TypeAlias = _typing.Literal["_work", b"_work"]  # noqa: Y015
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
@@ -165,12 +173,15 @@ class WorkSpan(_message.Message):
     START_NS_FIELD_NUMBER: _builtins.int
     END_NS_FIELD_NUMBER: _builtins.int
     SMS_FIELD_NUMBER: _builtins.int
+    DECODE_RATE_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """common.step.tasks.Task value"""
     start_ns: _builtins.int
     end_ns: _builtins.int
     sms: _builtins.int
     """multiprocessors that it could fill; 0: all of the GPU, or no GPU"""
+    decode_rate: _builtins.float
+    """of the decode beside it, over its rate alone; 0: none, or not measured"""
     def __init__(
         self,
         *,
@@ -178,10 +189,11 @@ class WorkSpan(_message.Message):
         start_ns: _builtins.int = ...,
         end_ns: _builtins.int = ...,
         sms: _builtins.int = ...,
+        decode_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "sms", b"sms", "start_ns", b"start_ns", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_rate", b"decode_rate", "end_ns", b"end_ns", "sms", b"sms", "start_ns", b"start_ns", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +647,32 @@ class WeightsPublished(_message.Message):
 Global___WeightsPublished: _TypeAlias = WeightsPublished  # noqa: Y015
 
 @_typing.final
+class AheadDone(_message.Message):
+    """From prefix-encoder: its process holds a result for a prompt of the next step; nobody waits for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """common.step.tasks.Task value"""
+    index: _builtins.int
+    """group of the plan's `ahead`; the event's own group is unset"""
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AheadDone: _TypeAlias = AheadDone  # noqa: Y015
+
+@_typing.final
 class TaskFailed(_message.Message):
     """From any worker: ends the epoch."""
 
@@ -658,6 +696,32 @@ class TaskFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskFailed: _TypeAlias = TaskFailed  # noqa: Y015
+
+@_typing.final
+class MemoryWanted(_message.Message):
+    """From the broker: a storage is to come back to a device that has no room for it now; whoever keeps
+    memory of that device that it does not use gives it back.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryWanted: _TypeAlias = MemoryWanted  # noqa: Y015
 
 @_typing.final
 class HubRequest(_message.Message):

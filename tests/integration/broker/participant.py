@@ -8,17 +8,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 from common.ids import Epoch, GroupId, Incarnation, LeaseId, Participant, RunId, WeightsVersion
 from common.tensors.client import BrokerClient
-from common.tensors.spec import DType, TensorSpec
+from common.tensors.spec import DType, Residency, TensorSpec
 from common.tensors.storage import StorageSpec
 
 RUN = RunId("run")
 SIZE_BYTES = 1 << 16
+OPTIMIZER_BYTES = 5 << 20
+OPTIMIZER = StorageSpec(
+    tensors=(TensorSpec(name="bytes", dtype=DType.UINT8, shape=(OPTIMIZER_BYTES,)),),
+    readers=(Participant.parse("prefix-encoder/0"),),
+    writers=(Participant.parse("learner/0"), Participant.parse("reference/0")),
+    residency=Residency.SPILLABLE,
+)
 BYTES = TensorSpec(name="bytes", dtype=DType.UINT8, shape=(SIZE_BYTES,))
 
 
@@ -71,6 +79,28 @@ class Orders:
             await hold.publish()
         self.kept += [storage, hold]
         return {"created": storage.created}
+
+    async def create_optimizer(self, seed: int) -> dict[str, Any]:
+        """Open the spillable storage and, if it is new, write version 0."""
+        storage = await self.client.open_storage(RUN, "optimizer", create=OPTIMIZER)
+        if storage.created:
+            hold = await storage.hold_write(WeightsVersion(0))
+            storage.buffer("bytes")[:] = contents(seed)
+            await hold.publish()
+        self.kept += [storage, storage.buffer("bytes")]
+        return {"created": storage.created, "version": storage.version, "torn": storage.torn}
+
+    async def park(self) -> dict[str, Any]:
+        return {"parked": self.kept[0].park()}
+
+    async def check_optimizer(self, seed: int) -> dict[str, Any]:
+        """Hold version 0 and compare, by the view that was made at first."""
+        self.kept.append(await self.kept[0].hold_read(WeightsVersion(0)))
+        return {"equal": bytes(self.kept[1]) == contents(seed)}
+
+
+def contents(seed: int) -> bytes:
+    return random.Random(seed).randbytes(OPTIMIZER_BYTES)
 
 
 def inodes(name: str) -> list[int]:

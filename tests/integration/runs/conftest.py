@@ -7,7 +7,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -42,6 +42,13 @@ def mortal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
         yield node
 
 
+@pytest.fixture(scope="module")
+def governed_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, whose background services take turns beside the decode."""
+    with _running(request, governor="on") as node:
+        yield node
+
+
 @pytest.fixture(scope="session")
 def lab(node: Node, model: Path) -> Lab:
     return Lab(node, model)
@@ -51,7 +58,7 @@ def lab(node: Node, model: Path) -> Lab:
 def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that failed must not leave its run in the way of the next one's."""
     yield
-    for name in ("node", "mortal_node"):
+    for name in ("node", "mortal_node", "governed_node"):
         if name in request.fixturenames:
             asyncio.run(_stop_all(request.getfixturevalue(name)))
 
@@ -65,12 +72,13 @@ async def _stop_all(node: Node) -> None:
 
 
 @contextmanager
-def _running(request: pytest.FixtureRequest) -> Iterator[Node]:
+def _running(request: pytest.FixtureRequest, **settings: Any) -> Iterator[Node]:
+    """Args: settings: of the deployment."""
     failed_before = request.session.testsfailed
     # Not pytest's folder: its long names make a Unix socket's path too long.
     with tempfile.TemporaryDirectory(prefix="rollplex-runs-") as name:
         folder = Path(name)
-        node = Node(deployment(folder / "node", name="runs"), folder)
+        node = Node(deployment(folder / "node", name="runs", **settings), folder)
         try:
             node.start()
             yield node

@@ -148,6 +148,17 @@ class Striker:
             self._last_step = self.seen.step
             yield
 
+    async def spilled(self, victim: str) -> Landed:
+        """The optimizer's state is in the broker's own memory only."""
+
+        async def holds() -> bool:
+            if not (self._fresh and self.seen.window_is_open):
+                return False
+            return await self._has_state("policy.optimizer", "spilled")
+
+        async with still(self._node, ROLLOUT, holds):
+            return await self._kill(victim, "optimizer spilled")
+
     async def aborted(self) -> None:
         """Wait until the epoch was ended without an update."""
 

@@ -48,8 +48,11 @@ def free_port() -> int:
         return port
 
 
-def deployment(folder: Path, *, name: str) -> Deployment:
-    """One thread a worker, so that results do not depend on the machine's number of cores."""
+def deployment(folder: Path, *, name: str, **settings: Any) -> Deployment:
+    """One thread a worker, so that results do not depend on the machine's number of cores.
+
+    Args: settings: others than these.
+    """
     fixed = (Service.CONTROLLER, Service.BROKER)
     return Deployment(
         name=name,
@@ -59,6 +62,7 @@ def deployment(folder: Path, *, name: str) -> Deployment:
         services={service: ServicePlacement(grpc_port=free_port()) for service in fixed},
         arena_gib=0.5,
         threads_per_worker=1,
+        **settings,
     )
 
 

@@ -74,6 +74,21 @@ async def test_a_run_survives_the_death_of_every_process(mortal_lab):
     assert {blow.victim for blow in struck} == set(VICTIMS)
 
 
+@pytest.mark.timeout(300)
+async def test_a_run_survives_deaths_while_its_optimizer_is_spilled(mortal_lab):
+    async with disturbed(mortal_lab, "spilled", spill_optimizer=True) as striker:
+        struck = [
+            await moment(striker, victim)
+            for moment, victim in (
+                (Striker.spilled, LEARNER),
+                (Striker.spilled, BROKER),
+                (Striker.updating, LEARNER),
+                (Striker.spilled, ENCODER),
+            )
+        ]
+    assert len({blow.step for blow in struck}) == len(struck)
+
+
 @pytest.mark.timeout(180)
 async def test_services_that_are_asked_to_end_abandon_the_step(mortal_lab):
     """The rollout is held still in the window, so that the others wait for it, for ever."""

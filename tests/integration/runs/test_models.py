@@ -40,6 +40,22 @@ async def test_activation_checkpointing_changes_no_bit(lab):
     assert different(plain.tensors, checkpointed.tensors) == []
 
 
+async def test_a_spilled_optimizer_changes_no_bit(lab):
+    """With a checkpoint after each step, which needs the spilled state too."""
+    plain, spilled = await lab.succeeded(
+        {
+            "rollplex": recipe(lab.model),
+            "spilled": recipe(
+                lab.model, training={"spill_optimizer": True, "checkpoint_every_steps": 1}
+            ),
+        }
+    )
+    assert different(plain.tensors, spilled.tensors) == []
+    log = lab.node.log("broker-0")
+    assert "contents spilled" in log
+    assert "contents restored" in log
+
+
 async def test_prompts_without_pictures(lab):
     source = f"{text_rows.__module__}:{text_rows.__name__}"
     (finished,) = await lab.succeeded({"text": recipe(lab.model, data={"train": source})})

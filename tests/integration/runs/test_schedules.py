@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from common.step.schedule import Schedule
-from common.step.tasks import WEIGHTS_DEPENDENT, Task
+from common.step.tasks import AHEAD, WEIGHTS_DEPENDENT, Task
 from tests.integration.runs.recipes import different, recipe, relative_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(240)]
@@ -67,6 +69,9 @@ async def test_nothing_that_reads_weights_runs_ahead_of_the_update(schedules, sc
 @pytest.mark.parametrize("schedule", list(Schedule))
 async def test_every_group_is_worked_on_once(schedules, schedule):
     timeline = schedules[schedule].timeline
-    for task in set(Task) - {Task.UPDATE}:
+    for task in set(Task) - AHEAD - {Task.UPDATE, Task.REFERENCE_PREFIX}:
         done = [(row["step"], row["group"]) for row in timeline if row["task"] == task]
         assert sorted(done) == [(s, g) for s in range(STEPS) for g in range(GROUPS)], task
+    references = Counter(r["step"] for r in timeline if r["task"] == Task.REFERENCE_PREFIX)
+    references.update(r["step"] + 1 for r in timeline if r["task"] == Task.AHEAD_REFERENCE)
+    assert references == dict.fromkeys(range(STEPS), GROUPS)

@@ -62,15 +62,20 @@ class Driver:
         *,
         capacity_pages: int = 8,
         gpu_pages: int = 0,
+        copies_pages: int = 0,
         joined: tuple[Participant, ...] = (),
     ) -> None:
         host = ArenaSize(device="cpu", capacity_bytes=capacity_pages * PAGE, page_bytes=PAGE)
         gpu = ArenaSize(device=GPU, capacity_bytes=gpu_pages * GPU_PAGE, page_bytes=GPU_PAGE)
-        self.state = BrokerState([host, gpu] if gpu_pages else [host])
+        self.state = BrokerState(
+            [host, gpu] if gpu_pages else [host], copies_bytes=copies_pages * PAGE
+        )
         self.now_ns = 1_000_000_000
         self.said: list[instructions.Instruction] = []
         self.answers: dict[int, instructions.Reply] = {}
         self.memory: set[int] = set()
+        self.moves: list[instructions.SpillMemory | instructions.RestoreMemory] = []
+        """Under way; the first one ends first."""
         self._sessions: dict[Participant, SessionId] = {}
         self._next_session = 1
         self._next_request = 1
@@ -92,6 +97,9 @@ class Driver:
                     self.memory.add(generation)
                 case instructions.FreeMemory(generation=generation):
                     self.memory.remove(generation)
+                case instructions.SpillMemory() | instructions.RestoreMemory():
+                    assert instruction.generation in self.memory
+                    self.moves.append(instruction)
                 case instructions.Reply(origin=origin) if origin.request:
                     assert origin.request not in self.answers, "answered twice"
                     self.answers[origin.request] = instruction
@@ -249,6 +257,22 @@ class Driver:
 
     def publish(self, who: Participant, hold: HoldId) -> Any:
         return self.answer(self.ask(who, events.PublishHold, hold_id=hold))
+
+    def park(self, who: Participant, storage: StorageId) -> None:
+        self.tell(who, events.ParkStorage, storage_id=storage)
+
+    def prefetch(self, who: Participant, storage: StorageId) -> None:
+        self.tell(who, events.PrefetchStorage, storage_id=storage)
+
+    def end_move(self, *, fail: bool = False) -> None:
+        """The copy that was begun first has ended."""
+        move = self.moves.pop(0)
+        if fail:
+            self.do(events.MoveFailed, generation=move.generation, reason="no memory")
+        elif isinstance(move, instructions.SpillMemory):
+            self.do(events.MemorySpilled, generation=move.generation)
+        else:
+            self.do(events.MemoryRestored, generation=move.generation)
 
     def cancel(self, who: Participant, request: int) -> None:
         self.tell(who, events.CancelRequest, cancelled=RequestId(request))

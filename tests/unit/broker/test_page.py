@@ -1,29 +1,51 @@
-"""The page, the enum and the table say the same."""
+"""The page, the enums and the tables say the same."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from services.broker import lifecycle, residence
+from services.broker.arena_cuda import MARGIN_BYTES
 from services.broker.leases import TOMBSTONES
-from services.broker.lifecycle import TRANSITIONS, LeaseState
+from services.broker.spilling import AGAIN_NS
 
 PAGE = (Path(__file__).parents[3] / "docs/protocols/broker.md").read_text()
+LEASES, _, REST = PAGE.partition("## States of a storage")
+STORAGES = REST.partition("## Messages")[0]
+
+machines = pytest.mark.parametrize(
+    ("section", "table", "states"),
+    [
+        (LEASES, lifecycle.TRANSITIONS, lifecycle.LeaseState),
+        (STORAGES, residence.TRANSITIONS, residence.Residence),
+    ],
+    ids=["leases", "storages"],
+)
 
 
-def test_table_is_the_codes() -> None:
-    assert TRANSITIONS.markdown() in PAGE
+@machines
+def test_table_is_the_codes(section, table, states) -> None:
+    assert table.markdown() in section
 
 
-def test_every_state_is_explained() -> None:
-    explained = re.findall(r"^\| ([A-Z]+) \|", PAGE.split("This table is printed")[0], re.MULTILINE)
-    assert explained == [state.name for state in LeaseState]
+@machines
+def test_every_state_is_explained(section, table, states) -> None:
+    before = section.split("This table is printed")[0]
+    explained = re.findall(r"^\| ([A-Z]+) \|", before, re.MULTILINE)
+    assert explained == [state.name for state in states]
 
 
-def test_diagram_has_the_tables_moves() -> None:
-    drawn = set(re.findall(r"([A-Z]+) --> ([A-Z]+)", PAGE))
-    assert drawn == {(start.name, finish.name) for start, finish in TRANSITIONS.moves}
+@machines
+def test_diagram_has_the_tables_moves(section, table, states) -> None:
+    drawn = set(re.findall(r"([A-Z]+) --> ([A-Z]+)", section))
+    assert drawn == {(start.name, finish.name) for start, finish in table.moves}
 
 
 def test_limits_are_the_codes() -> None:
     assert f"newest {TOMBSTONES:,}" in PAGE
+    assert f"of which {MARGIN_BYTES >> 30} GiB stays free" in PAGE
+    assert AGAIN_NS * 2 == 10**9
+    assert "twice a second" in PAGE

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from common.errors import RollplexError
 from common.ids import Epoch, LeaseId, Participant
-from common.tensors.spec import Placement
+from common.tensors.errors import StorageMisuse
+from common.tensors.spec import Placement, Residency
 from common.tensors.storage import HoldKind, StorageSpec
 from services.broker import events
 from services.broker.instructions import (
@@ -22,7 +29,17 @@ from services.broker.instructions import (
     ReplyHeld,
     ReplyStorageOpened,
 )
-from tests.unit.broker.driver import ENCODER, LEARNER, REFERENCE, ROLLOUT, RUN, Driver, pages
+from tests.unit.broker.driver import (
+    ENCODER,
+    GPU_PAGE,
+    LEARNER,
+    PAGE,
+    REFERENCE,
+    ROLLOUT,
+    RUN,
+    Driver,
+    pages,
+)
 
 if TYPE_CHECKING:
     from services.broker.events import HoldId, StorageId
@@ -32,6 +49,7 @@ who = st.sampled_from(EVERYBODY)
 timeouts = st.sampled_from([0.0, 1.0, 50.0])
 CAPACITY_PAGES = 6
 GPU_PAGES = 3
+COPIES_PAGES = GPU_PAGES * GPU_PAGE // PAGE
 placements = st.sampled_from(Placement)
 
 
@@ -40,7 +58,9 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drive = Driver(capacity_pages=CAPACITY_PAGES, gpu_pages=GPU_PAGES)
+        self.drive = Driver(
+            capacity_pages=CAPACITY_PAGES, gpu_pages=GPU_PAGES, copies_pages=COPIES_PAGES
+        )
         self.epoch = 1
         self.drive.begin(1)
         self.requests: dict[int, tuple[Participant, object]] = {}
@@ -149,13 +169,24 @@ class Histories(RuleBasedStateMachine):
     @rule(
         creator=st.sampled_from([LEARNER, ENCODER]),
         size=st.sampled_from([1, 1, 2]),
+        residency=st.sampled_from([Residency.SPILLABLE] * 5 + [Residency.PINNED]),
+        placement=placements,
         timeout_s=timeouts,
     )
-    def open_storage(self, creator, size, timeout_s) -> None:
+    def open_storage(self, creator, size, residency, placement, timeout_s) -> None:
         spec = StorageSpec(
-            tensors=pages(size), readers=(ROLLOUT, REFERENCE), writers=(LEARNER, ENCODER)
+            tensors=pages(size),
+            readers=(ROLLOUT, REFERENCE),
+            writers=(LEARNER, ENCODER),
+            residency=residency,
+            placement=placement,
         )
         self._note(self.drive.open(creator, spec, timeout_s=timeout_s), creator)
+
+    @initialize(size=st.sampled_from([1, 2]), placement=placements)
+    def begin(self, size, placement) -> None:
+        """A storage that can be spilled."""
+        self.open_storage(LEARNER, size, Residency.SPILLABLE, placement, 50.0)
 
     @rule(reader=who, timeout_s=timeouts)
     def attach(self, reader, timeout_s) -> None:
@@ -178,6 +209,30 @@ class Histories(RuleBasedStateMachine):
             timeout_s=timeout_s,
         )
         self._note(request, participant, kind)
+
+    @precondition(lambda self: self.storage is not None)
+    @rule(participant=who, everybody=st.sampled_from([True, True, True, False]))
+    def park(self, participant, everybody) -> None:
+        """One participant, or each, has no more use for it."""
+        for one in EVERYBODY if everybody else (participant,):
+            try:
+                self.drive.park(one, self.storage)
+            except StorageMisuse:
+                rows = self.drive.state.ledger().rows
+                assert all(row.residency != Residency.SPILLABLE for row in rows)
+        self._collect()
+
+    @precondition(lambda self: self.storage is not None)
+    @rule(participant=who)
+    def prefetch(self, participant) -> None:
+        self.drive.prefetch(participant, self.storage)
+        self._collect()
+
+    @precondition(lambda self: self.drive.moves)
+    @rule(fail=st.sampled_from([False, False, False, True]))
+    def end_move(self, fail) -> None:
+        self.drive.end_move(fail=fail)
+        self._collect()
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), publish=st.booleans(), untouched=st.booleans())

@@ -157,3 +157,20 @@ def test_wrong_value_is_named(item, words):
 def test_redis_of_the_node_or_the_configured_one():
     assert load_deployment().redis_url.endswith("/run/redis.sock")
     assert load_deployment(None, ["redis.url=redis://h:1"]).redis_url == "redis://h:1"
+
+
+@pytest.mark.parametrize(
+    ("device", "governor", "governed"),
+    [
+        ("cpu", "auto", False),
+        ("cpu", "on", True),
+        ("cpu", "off", False),
+        ("cuda", "auto", True),
+        ("cuda", "on", True),
+        ("cuda", "off", False),
+    ],
+)
+def test_background_work_is_governed_where_there_is_a_gpu_or_it_is_asked_for(
+    device, governor, governed
+):
+    assert Deployment(node="here", device=device, governor=governor).governed is governed

@@ -99,6 +99,35 @@ def test_work_that_ran_ahead_of_the_update_has_a_negative_margin():
     assert record.metrics["update_order_margin_s"] == -0.5
 
 
+def _ahead(observer, task, start, end):
+    body = bodies.AheadDone(task=task, index=GroupId(0))
+    assert _apply(observer, body, work=span(task, start, end))
+
+
+def test_work_ahead_counts_where_and_when_it_is_done():
+    observer = _observed()
+    _ahead(observer, Task.AHEAD_VISION, 102, 103)
+    _ahead(observer, Task.AHEAD_REFERENCE, 103, 105)
+    metrics = observer.record(None).metrics
+    assert (metrics["time_ahead_vision_s"], metrics["time_ahead_reference_s"]) == (1.0, 2.0)
+    assert metrics["prefix_overlap_fraction"] == pytest.approx(5 / 6)
+    assert metrics["hidden_fraction"] == pytest.approx(7 / 8)
+    (row,) = [row for row in observer.spans() if row.task == Task.AHEAD_VISION]
+    assert row.group is None
+
+
+def test_what_was_done_ahead_has_no_time_in_its_own_step():
+    observer = StepObserver(PLAN, needs_reference=True)
+    _apply(observer, _vision(), group=0)
+    _apply(observer, bodies.WindowOpened(), at=1.0)
+    _apply(observer, _vision(), group=1, work=span(Task.POLICY_VISION, 1, 2))
+    _apply(observer, bodies.WindowClosed(decode_iterations=1, response_tokens=1), at=3.0)
+    metrics = observer.record(None).metrics
+    assert metrics["time_policy_vision_s"] == 1.0
+    # It is not the vision that the window had to wait for.
+    assert metrics["hidden_fraction"] == 1.0
+
+
 def test_the_timeline_has_every_span_and_the_window():
     rows = _observed().spans()
     assert [row.task for row in rows] == [
@@ -162,3 +191,13 @@ def test_the_mean_share_is_that_of_work_on_a_share_by_time():
     assert metrics["sm_share_mean"] == 70.0
     assert metrics["time_governed_s"] == 4.0
     assert [row.sms for row in observer.spans() if row.task == "reference_score"] == [40, 80]
+
+
+def test_the_slow_down_of_the_decode_is_that_beside_measured_work():
+    observer = _observed()
+    assert "governed_decode_slowdown" not in observer.record(None).metrics
+    for start, end, rate in ((102, 103, 0.8), (103, 106, 0.4), (106, 200, 0.0)):
+        work = dataclasses.replace(span(Task.REFERENCE_SCORE, start, end), decode_rate=rate)
+        _apply(observer, bodies.GroupScored(lease=LeaseId(3)), group=0, work=work)
+    # 4 seconds, in which the decode did what takes 2 seconds alone
+    assert observer.record(None).metrics["governed_decode_slowdown"] == pytest.approx(2.0)

@@ -92,6 +92,37 @@ def test_an_evaluation_has_time_in_proportion_to_its_groups():
     assert settings.deadline_s(settings.train_plan("r", StepIndex(0), Epoch(1))) == 10
 
 
+def _ahead(plan):
+    return [(group.split, group.sample) for group in plan.ahead]
+
+
+def _samples(plan):
+    return [(group.split, group.sample) for group in plan.groups]
+
+
+def test_a_plan_names_the_groups_of_what_comes_next():
+    recipe = _recipe(data={"eval": "a.b:d"}, training={"steps": 4, "eval_every_steps": 2})
+    settings = run_settings(recipe, train_rows=9, eval_rows=3)
+    trained = [settings.train_plan("r", StepIndex(step), Epoch(1)) for step in range(4)]
+    evaluated = [settings.eval_plan("r", StepIndex(step), Epoch(1)) for step in (0, 2, 4)]
+    assert _ahead(evaluated[0]) == _samples(trained[0])
+    assert _ahead(trained[0]) == _samples(trained[1])
+    assert _ahead(trained[1]) == _samples(evaluated[1])
+    assert _ahead(evaluated[1]) == _samples(trained[2])
+    assert _ahead(trained[3]) == _samples(evaluated[2])
+    assert _ahead(evaluated[2]) == []
+    again = settings.train_plan("r", StepIndex(1), Epoch(7))
+    assert replace(again, epoch=Epoch(1)) == trained[1]
+
+
+def test_a_plan_names_nothing_ahead_behind_the_last_step_or_where_it_is_off():
+    plain = run_settings(_recipe(), train_rows=9, eval_rows=0)
+    off = run_settings(_recipe(training={"ahead": False}), train_rows=9, eval_rows=0)
+    assert _ahead(plain.train_plan("r", StepIndex(8), Epoch(1)))
+    assert _ahead(plain.train_plan("r", StepIndex(9), Epoch(1))) == []
+    assert _ahead(off.train_plan("r", StepIndex(8), Epoch(1))) == []
+
+
 @pytest.mark.parametrize("text", ["no json", "[1]", "{}"])
 def test_a_request_without_a_recipe_is_refused(text):
     with pytest.raises(InvalidArgument):

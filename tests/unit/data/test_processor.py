@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from common.data.errors import SampleError, SampleFault
 from common.data.processor import PromptLimits, PromptProcessor
@@ -108,6 +109,17 @@ def fault_of(processor, bad):
         processor.prepare(bad, sample="train[9]")
     assert "train[9]" in str(caught.value)
     return caught.value
+
+
+def test_pixels_are_rounded_as_a_tower_in_bfloat16_does_it(processor):
+    exact = processor.prepare(row(image(), text()), sample="train[0]")
+    rounded = pickle.loads(pickle.dumps(exact.rounded_to_bfloat16()))
+    expected = exact.prompt().pixel_values.to(torch.bfloat16)
+    assert torch.equal(rounded.prompt().pixel_values, expected)
+    assert rounded.prompt().pixel_values_videos.dtype is torch.bfloat16
+    assert exact.size_bytes - rounded.size_bytes == expected.nbytes
+    for name in ("token_ids", "positions", "image_grid_thw"):
+        assert torch.equal(getattr(rounded.prompt(), name), getattr(exact.prompt(), name))
 
 
 def test_the_limit_counts_expanded_tokens_and_never_cuts(processor, model_folder):

@@ -188,6 +188,8 @@ def test_workers_have_the_cores_of_their_threads_and_room_for_the_arena(folder: 
         limits = services(resources)[service][0]["resources"]["limits"]
         assert quantity(limits["cpu"]) == config.threads_per_worker
         assert quantity(limits["memory"]) >= config.arena_bytes + 2**30
+    limits = services(resources)[Service.BROKER][0]["resources"]["limits"]
+    assert quantity(limits["memory"]) >= config.spill_bytes + 2**30
 
 
 @variants

@@ -33,6 +33,10 @@ PLAN = StepPlan(
     samples_per_group=4,
     greedy=True,
     replay_dir="/somewhere",
+    ahead=(
+        PlannedGroup(group=GroupId(0), split="eval", sample=3),
+        PlannedGroup(group=GroupId(1), split="eval", sample=4),
+    ),
 )
 LEARNER = Participant(service=Service.LEARNER, rank=2)
 BODIES = [
@@ -60,7 +64,9 @@ BODIES = [
     bodies.ResponsesTrained(lease=LeaseId(6), metrics={}),
     bodies.PrefixBackpropagated(),
     bodies.WeightsPublished(weights_version=WeightsVersion(4), metrics={"norm": 0.5}),
+    bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),
     bodies.TaskFailed(task="update", code="internal", type="X", message="m", retryable=True),
+    bodies.MemoryWanted(device="GPU-1", size_bytes=7),
 ]
 
 
@@ -72,7 +78,7 @@ def test_round_trip(body):
         step=StepIndex(3),
         epoch=Epoch(9),
         group=GroupId(0),
-        work=WorkSpan(task=Task.DECODE, start_ns=1, end_ns=2, sms=66),
+        work=WorkSpan(task=Task.DECODE, start_ns=1, end_ns=2, sms=66, decode_rate=0.75),
         cause_id="c",
         seq=11,
         body=body,

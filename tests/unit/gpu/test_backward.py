@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from common.gpu.backward import around_backward
+from common.gpu.backward import around_backward, backward_on_current_stream
 
 
 class _Double(torch.autograd.Function):
@@ -49,3 +49,11 @@ def test_parameters_keep_no_hook():
 
 def test_outputs_without_a_graph_are_no_error():
     around_backward([torch.ones(1)], lambda: None, lambda _: None)
+
+
+def test_a_graph_of_a_cpu_is_left_as_it_is():
+    weight = torch.ones(3, requires_grad=True)
+    loss = (2 * weight).sum()
+    backward_on_current_stream([loss])
+    loss.backward()
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]

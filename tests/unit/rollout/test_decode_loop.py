@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +17,7 @@ from common.vlm.loading import suppressed_token_ids
 from common.vlm.model import SplitModel
 from common.vlm.tiny import tiny_config, tiny_prompt
 from common.worker.device import WorkerDevice
+from common.worker.live_decode import LiveDecode
 from common.worker.scope import StepOver, StepScope
 from services.rollout.decode_loop import DecodeLoop
 from services.rollout.engines.native import NativeEngine
@@ -87,7 +89,7 @@ def finished(turns):
 
 
 async def test_every_group_is_admitted_in_order_and_finished_once(engine, scope):
-    loop = DecodeLoop(engine, spec(), scope)
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     for group in range(GROUPS):
         loop.add(request(group))
     turns = await collect(loop)
@@ -99,7 +101,7 @@ async def test_every_group_is_admitted_in_order_and_finished_once(engine, scope)
 
 
 async def test_the_window_is_announced_before_the_first_iteration(engine, scope):
-    loop = DecodeLoop(engine, spec(), scope)
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     for group in range(GROUPS):
         loop.add(request(group))
     turns = await collect(loop)
@@ -109,10 +111,14 @@ async def test_the_window_is_announced_before_the_first_iteration(engine, scope)
 
 
 async def test_the_result_does_not_depend_on_when_groups_become_ready(model, scope):
-    at_once = DecodeLoop(NativeEngine(model, max_slots=2 * SAMPLES), spec(), scope)
+    at_once = DecodeLoop(
+        NativeEngine(model, max_slots=2 * SAMPLES), spec(), scope, live=LiveDecode.private()
+    )
     for group in range(GROUPS):
         at_once.add(request(group))
-    late = DecodeLoop(NativeEngine(model, max_slots=2 * SAMPLES), spec(), scope)
+    late = DecodeLoop(
+        NativeEngine(model, max_slots=2 * SAMPLES), spec(), scope, live=LiveDecode.private()
+    )
 
     async def feed():
         for group in reversed(range(GROUPS)):
@@ -130,7 +136,7 @@ async def test_the_result_does_not_depend_on_when_groups_become_ready(model, sco
 
 
 async def test_a_dropped_group_is_not_waited_for(engine, scope):
-    loop = DecodeLoop(engine, spec(), scope)
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     for group in (0, 2, 3):
         loop.add(request(group))
     dropping = asyncio.create_task(asyncio.sleep(0.05))
@@ -141,7 +147,7 @@ async def test_a_dropped_group_is_not_waited_for(engine, scope):
 
 
 async def test_all_groups_dropped_is_an_end(engine, scope):
-    loop = DecodeLoop(engine, spec(), scope)
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     for group in range(GROUPS):
         loop.drop(group)
     turns = await collect(loop)
@@ -150,7 +156,7 @@ async def test_all_groups_dropped_is_an_end(engine, scope):
 
 
 async def test_the_end_of_the_epoch_ends_the_loop(engine, scope):
-    loop = DecodeLoop(engine, spec(), scope)
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     for group in range(GROUPS):
         loop.add(request(group))
 
@@ -165,7 +171,7 @@ async def test_the_end_of_the_epoch_ends_the_loop(engine, scope):
 
 
 async def test_a_loop_that_waits_can_be_cancelled(engine, scope):
-    loop = DecodeLoop(engine, spec(), scope)
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     waiting = asyncio.create_task(collect(loop))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -175,13 +181,61 @@ async def test_a_loop_that_waits_can_be_cancelled(engine, scope):
     assert engine.finished
 
 
-async def test_the_number_of_sequences_is_reported_until_none_is_left(engine, scope):
-    reported: list[int] = []
-    loop = DecodeLoop(engine, spec(), scope, report_rows=reported.append)
+class Watched(LiveDecode):
+    """Remembers every number of sequences that it was told."""
+
+    def __init__(self) -> None:
+        private = LiveDecode.private()
+        super().__init__(private._words)
+        self.told: list[int] = []
+
+    def set_rows(self, rows: int) -> None:
+        super().set_rows(rows)
+        self.told.append(rows)
+
+
+async def test_the_number_of_sequences_is_told_until_none_is_left(engine, scope):
+    live = Watched()
+    loop = DecodeLoop(engine, spec(), scope, live=live)
     for group in range(GROUPS):
         loop.add(request(group))
-    async for _ in loop.turns():
-        pass
-    assert 2 * SAMPLES in reported
-    assert reported[-1] == 0
-    assert max(reported) == 2 * SAMPLES
+    await collect(loop)
+    assert max(live.told) == 2 * SAMPLES
+    assert live.rows == live.told[-1] == 0
+
+
+async def test_iterations_and_admissions_are_counted(engine, scope):
+    live = LiveDecode.private()
+    counted = []
+    for _ in range(2):
+        loop = DecodeLoop(engine, spec(), scope, live=live)
+        for group in range(GROUPS):
+            loop.add(request(group))
+        before = live.reading()
+        turns = await collect(loop)
+        after = live.reading()
+        iterations = max(group.decode_iteration for group in finished(turns))
+        assert after.iterations - before.iterations == iterations
+        assert after.admissions - before.admissions == GROUPS
+        assert turns[0].start_ns < after.ended_ns <= turns[-1].end_ns
+        counted.append(after.iterations)
+        engine.release()
+    assert counted[1] == 2 * counted[0]  # it goes on counting in the next step
+
+
+async def test_nothing_decodes_while_it_waits_for_a_group(engine, scope):
+    live = LiveDecode.private()
+    loop = DecodeLoop(engine, spec(), scope, live=live)
+    loop.add(dataclasses.replace(request(0), limits=(1, 1)))
+    loop.add(request(1))
+    waited = []
+
+    def feed(turn):
+        if [group.group for group in turn.finished] == [0]:
+            waited.append((engine.active_rows, live.rows))
+            loop.add(request(2))
+            loop.add(request(3))
+
+    turns = await collect(loop, on_turn=feed)
+    assert waited == [(SAMPLES, 0)]
+    assert len(finished(turns)) == GROUPS

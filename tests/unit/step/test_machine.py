@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from common.events import bodies
+from common.events.bodies import ModelRole
 from common.ids import GroupId
 from common.step.machine import EndStep, ForgetGroup, Lane, StartStep, StartTask, StepMachine
 from common.step.schedule import Schedule
 from common.step.tasks import Task
-from tests.unit.step.test_schedule import PREPARED, VISION, event, generated, plan
+from tests.unit.step.test_schedule import (
+    PREPARED,
+    VISION,
+    ahead_done,
+    event,
+    generated,
+    plan,
+    prefix,
+)
 
 LANES = (
     Lane(name="data", tasks=(Task.PREPARE,), width=2),
@@ -93,3 +102,31 @@ def test_a_published_update_ends_the_step():
     machine.handle(event(generated(), 0))
     published = bodies.WeightsPublished(weights_version=1)
     assert machine.handle(event(published)) == [EndStep(reason="finished")]
+
+
+def test_work_ahead_comes_last_and_in_its_own_order():
+    lanes = (
+        Lane(name="data", tasks=(Task.PREPARE, Task.AHEAD_PREPARE), width=2),
+        Lane(name="compute", tasks=(Task.POLICY_PREFIX, Task.AHEAD_VISION, Task.AHEAD_REFERENCE)),
+    )
+    machine = StepMachine(lanes, needs_reference=True)
+    assert starts(begun(machine, schedule=Schedule.FUSED, groups=1, ahead=3)) == [(Task.PREPARE, 0)]
+    first = machine.handle(event(PREPARED, 0))
+    assert starts(first) == [(Task.AHEAD_PREPARE, 0)]
+    assert starts(machine.task_ended(Task.PREPARE, GroupId(0))) == [(Task.AHEAD_PREPARE, 1)]
+    for index in (0, 1):
+        machine.handle(ahead_done(Task.AHEAD_PREPARE, index))
+    machine.handle(event(bodies.WindowOpened()))
+    assert starts(machine.handle(event(VISION, 0))) == [(Task.POLICY_PREFIX, 0)]
+    for role in ModelRole:
+        assert starts(machine.handle(event(prefix(role), 0))) == []
+    order = [(Task.POLICY_PREFIX, 0)]
+    while following := starts(machine.task_ended(*order[-1])):
+        order += following
+    assert order[1:] == [
+        (Task.AHEAD_VISION, 0),
+        (Task.AHEAD_VISION, 1),
+        (Task.AHEAD_REFERENCE, 0),
+        (Task.AHEAD_REFERENCE, 1),
+    ]
+    machine.validate()

@@ -8,15 +8,15 @@ from common.events import Event, bodies
 from common.events.bodies import ModelRole
 from common.ids import Epoch, GroupId, LeaseId, Participant, RunId, Service, StepIndex
 from common.ids import WeightsVersion as V
-from common.step.plan import PlannedGroup, StepMode, StepPlan
+from common.step.plan import TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
 from common.step.schedule import TABLE, Condition, Schedule
-from common.step.tasks import OWNER, WEIGHTS_DEPENDENT, Task
+from common.step.tasks import AHEAD, OWNER, WEIGHTS_DEPENDENT, Task
 from common.step.view import StepView
 
 SENDER = Participant(service=Service.ROLLOUT)
 
 
-def plan(schedule=Schedule.SERIAL, groups=3, mode=StepMode.TRAIN, epoch=1):
+def plan(schedule=Schedule.SERIAL, groups=3, mode=StepMode.TRAIN, epoch=1, ahead=0):
     return StepPlan(
         run_id=RunId("r"),
         step=StepIndex(0),
@@ -24,11 +24,21 @@ def plan(schedule=Schedule.SERIAL, groups=3, mode=StepMode.TRAIN, epoch=1):
         mode=mode,
         schedule=schedule,
         weights_version=V(0),
-        groups=tuple(
-            PlannedGroup(group=GroupId(g), split="train", sample=g) for g in range(groups)
-        ),
+        groups=planned(range(groups)),
         samples_per_group=2,
+        ahead=planned(range(groups, groups + ahead)),
     )
+
+
+def planned(samples):
+    return tuple(
+        PlannedGroup(group=GroupId(index), split=TRAIN_SPLIT, sample=sample)
+        for index, sample in enumerate(samples)
+    )
+
+
+def ahead_done(task, index):
+    return event(bodies.AheadDone(task=task, index=GroupId(index)))
 
 
 def event(body, group=None, epoch=1):
@@ -75,9 +85,10 @@ def test_every_schedule_has_every_task():
 
 
 def test_every_condition_can_be_asked():
-    view = StepView(plan(), needs_reference=True)
+    view = StepView(plan(ahead=1), needs_reference=True)
     for condition in Condition:
-        view.holds(condition, view.groups[GroupId(0)])
+        of_ahead = condition is Condition.AHEAD_PREPARED
+        view.holds(condition, (view.ahead if of_ahead else view.groups)[GroupId(0)])
 
 
 def test_update_waits_for_every_living_group_under_every_schedule():
@@ -175,7 +186,47 @@ def test_a_repeated_event_changes_nothing():
 
 def test_nothing_starts_after_an_abort():
     view = folded(StepView(plan(), needs_reference=True), (bodies.StepAborted(reason="x"), None))
-    assert not any(view.may_start(t, GroupId(0)) for t in Task if t is not Task.UPDATE)
+    assert not any(view.may_start(t, GroupId(0)) for t in set(Task) - AHEAD - {Task.UPDATE})
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_prompts_are_prepared_ahead_when_all_of_the_own_ones_are(schedule):
+    view = StepView(plan(schedule, groups=2, ahead=1), needs_reference=True)
+    folded(view, (PREPARED, 0))
+    assert not view.may_start(Task.AHEAD_PREPARE, GroupId(0))
+    folded(view, (bodies.GroupDropped(code="c", reason="r", sample=1), 1))
+    assert view.may_start(Task.AHEAD_PREPARE, GroupId(0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_window"), [("serial", False), ("rollplex", True), ("fused", True)]
+)
+def test_the_window_is_for_the_next_prompts_when_the_own_prefixes_are_done(schedule, in_window):
+    late = {Task.AHEAD_VISION, Task.AHEAD_REFERENCE}
+    view = StepView(plan(Schedule(schedule), groups=1, ahead=2), needs_reference=True)
+
+    def startable():
+        return {(task, group) for task in late for group in (0, 1) if view.may_start(task, group)}
+
+    folded(view, (PREPARED, 0), (VISION, 0), (prefix(ModelRole.POLICY), 0))
+    folded(view, (bodies.WindowOpened(), None))
+    assert view.apply(ahead_done(Task.AHEAD_PREPARE, 1))
+    assert startable() == set()
+    folded(view, (prefix(ModelRole.REFERENCE), 0))
+    assert startable() == ({(task, 1) for task in late} if in_window else set())
+    folded(view, (bodies.WindowClosed(decode_iterations=1, response_tokens=4), None))
+    assert startable() == set()
+
+
+def test_an_evaluation_only_prepares_ahead():
+    view = StepView(plan(mode=StepMode.EVAL, ahead=1), needs_reference=True)
+    assert {task for task in AHEAD if view.wants(task)} == {Task.AHEAD_PREPARE}
+
+
+def test_nothing_waits_for_work_ahead():
+    view = StepView(plan(groups=1, ahead=1), needs_reference=False)
+    folded(view, (generated(), 0), (REWARDED, 0), (DONE, 0))
+    assert view.may_start(Task.UPDATE, None)
 
 
 def test_every_weights_reader_waits_for_something_of_its_own_step():

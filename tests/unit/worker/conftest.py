@@ -43,7 +43,7 @@ SOON_S = 10.0
 CPU = WorkerDevice(torch=torch.device("cpu"), uuid="")
 
 
-def step_plan(epoch: int, *, groups: int = GROUPS) -> StepPlan:
+def step_plan(epoch: int, *, groups: int = GROUPS, ahead: int = 0) -> StepPlan:
     return StepPlan(
         run_id=RUN,
         step=0,
@@ -51,9 +51,14 @@ def step_plan(epoch: int, *, groups: int = GROUPS) -> StepPlan:
         mode=StepMode.EVAL,
         schedule=Schedule.SERIAL,
         weights_version=WeightsVersion(0),
-        groups=tuple(PlannedGroup(group=GroupId(g), split="eval", sample=g) for g in range(groups)),
+        groups=_planned(groups),
         samples_per_group=1,
+        ahead=_planned(ahead),
     )
+
+
+def _planned(groups: int) -> tuple[PlannedGroup, ...]:
+    return tuple(PlannedGroup(group=GroupId(g), split="eval", sample=g) for g in range(groups))
 
 
 @dataclass
@@ -84,7 +89,7 @@ class Script:
 class ScriptedRun:
     """A `RunWork`."""
 
-    lanes = (Lane(name="data", tasks=(Task.PREPARE,), width=2),)
+    lanes = (Lane(name="data", tasks=(Task.PREPARE, Task.AHEAD_PREPARE), width=2),)
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -170,8 +175,8 @@ class Worker:
     def save(self) -> asyncio.Future[Any]:
         return self.asks(SaveCheckpoint, run_id=RUN, epoch=Epoch(1))
 
-    async def begin(self, epoch: int, *, groups: int = GROUPS) -> None:
-        plan = step_plan(epoch, groups=groups).to_proto()
+    async def begin(self, epoch: int, *, groups: int = GROUPS, ahead: int = 0) -> None:
+        plan = step_plan(epoch, groups=groups, ahead=ahead).to_proto()
         await self.broker.stub.BeginStep(pb.BeginStepRequest(plan=plan))
 
     async def abort(self, epoch: int) -> None:

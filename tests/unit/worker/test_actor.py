@@ -186,6 +186,18 @@ async def test_an_error_of_a_task_is_reported(worker):
     assert event.group == 0
 
 
+async def test_an_error_of_work_ahead_is_about_no_group_of_the_step(worker):
+    async def work(scope, group):
+        raise InvalidArgument("this prompt cannot be")
+
+    worker.script.work = work
+    await worker.configure()
+    await worker.begin(2, groups=0, ahead=1)
+    event = await worker.event(TaskFailed)
+    assert event.body.task == "ahead_prepare"
+    assert event.group is None
+
+
 async def test_an_epoch_that_cannot_be_begun_is_reported(worker):
     def begin(scope):
         raise InvalidArgument("no recorded responses")

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from common.governor.table import H200
+from common.governor.table import H200, CoRun, CoRunTable, load_table
 from common.ids import Epoch, Participant, Service
+from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.step.view import StepView
 from common.worker.context import RunContext
-from common.worker.governor import BACKGROUND, Governor, LiveRows
+from common.worker.governor import TABLES_FOLDER, WRITTEN_AT_FIRST, Governor
+from common.worker.live_decode import BACKGROUND, LiveDecode
 from common.worker.scope import StepScope
 from tests.unit.worker.conftest import CPU, RUN, recipe, step_plan
 
+ROWS = 8
+
 
 @pytest.fixture
-async def contexts(broker):
+async def contexts(broker, tmp_path):
     found = {}
     for service in (Service.ROLLOUT, *BACKGROUND):
         participant = Participant(service=service)
         found[service] = RunContext(
             run_id=RUN,
             recipe=recipe(Path("model")),
-            run_dir=Path("runs"),
+            run_dir=tmp_path,
             participant=participant,
             device=CPU.torch,
             broker=await broker.join(participant),
@@ -39,10 +45,17 @@ async def contexts(broker):
 
 
 @pytest.fixture
-async def rows(contexts):
-    live = await LiveRows.open(contexts[Service.ROLLOUT])
+async def live(contexts):
+    live = await LiveDecode.open(contexts[Service.ROLLOUT])
     yield live
     live.close()
+
+
+@pytest.fixture
+async def governor(contexts):
+    governor = await Governor.open(contexts[Service.LEARNER], H200)
+    yield governor
+    governor.close()
 
 
 @pytest.fixture
@@ -68,17 +81,21 @@ async def scopes(contexts):
         governor.close()
 
 
-async def test_everybody_reads_what_the_rollout_wrote(contexts, rows):
-    others = [await LiveRows.open(contexts[service]) for service in BACKGROUND]
-    assert [live.value for live in others] == [0, 0, 0]
-    rows.set(64)
-    assert [live.value for live in others] == [64, 64, 64]
-    for live in others:
-        live.close()
+async def test_everybody_reads_what_the_rollout_wrote(contexts, live):
+    others = [await LiveDecode.open(contexts[service]) for service in BACKGROUND]
+    assert [other.rows for other in others] == [0, 0, 0]
+    live.set_rows(64)
+    live.admitted()
+    live.iterated(5)
+    for other in others:
+        reading = other.reading()
+        assert (reading.rows, reading.admissions, reading.iterations) == (64, 1, 5)
+        assert reading.ended_ns == live.reading().ended_ns
+        other.close()
 
 
-async def test_one_job_at_a_time_beside_a_decode(rows, scopes):
-    rows.set(8)
+async def test_one_job_at_a_time_beside_a_decode(live, scopes):
+    live.set_rows(ROWS)
     inside: list[int] = []
 
     def job(number: int) -> int:
@@ -98,15 +115,149 @@ async def test_one_job_at_a_time_beside_a_decode(rows, scopes):
     assert [timed.span.sms for timed in done] == [0] * 4  # a CPU has no shares
 
 
-async def test_nobody_waits_when_nothing_decodes(contexts, rows, scopes):
-    governor = await Governor.open(contexts[Service.LEARNER], H200)
+async def test_nobody_waits_when_nothing_decodes(governor, live, scopes):
     hold = await governor.token.hold_exclusive(Epoch(1))
     assert (await scopes[0].run(Task.POLICY_PREFIX, lambda: 5)).value == 5
-    rows.set(1)
+    live.set_rows(1)
     waiting = asyncio.create_task(scopes[0].run(Task.POLICY_PREFIX, lambda: 6))
     done, _ = await asyncio.wait({waiting}, timeout=0.1)
     assert not done
     hold.release()
     async with asyncio.timeout(20):
         assert (await waiting).value == 6
+
+
+ALONE_S = 0.02
+
+
+def whole_jobs(governor, count):
+    for _ in range(count):
+        governor.run(Task.RESPONSE_TRAIN, lambda: None, schedule=Schedule.FUSED, beside=False)
+
+
+def jobs_beside(governor, live, count, *, during=lambda: None):
+    """Each is longer than an iteration of the decode alone, and sees the end of one."""
+    governor._judgement.measured.add_alone(ROWS, ALONE_S)
+
+    def job() -> None:
+        time.sleep(ALONE_S)
+        during()
+        live.iterated()
+
+    live.set_rows(ROWS)
+    done = []
+    for _ in range(count):
+        live.iterated()
+        done.append(governor.run(Task.RESPONSE_TRAIN, job, schedule=Schedule.FUSED, work=4.0))
+    live.set_rows(0)
+    return done
+
+
+async def test_the_decode_alone_is_measured_once_a_step(live, governor):
+    ends = threading.Event()
+
+    def decode() -> None:
+        while not ends.is_set():
+            time.sleep(0.001)
+            live.iterated()
+
+    thread = threading.Thread(target=decode)
+    live.set_rows(ROWS)
+    thread.start()
+    governor.watch_alone()
+    ends.set()
+    thread.join()
+    alone_s = governor._judgement.measured.alone_s(ROWS)
+    assert alone_s is not None
+    assert alone_s >= 0.001
+    assert not governor._judgement.measured.ask_alone(ROWS)
+    governor.step_ended(0)
+    assert governor._judgement.measured.ask_alone(ROWS)
+    live.set_rows(0)
+
+
+async def test_the_decode_beside_a_job_is_measured_and_written_down(
+    contexts, live, governor, caplog
+):
+    whole_jobs(governor, 3)
+    done = jobs_beside(governor, live, 4)
+    assert all(governed.sms == 0 for governed in done)  # a CPU has no shares
+    assert all(governed.decode_rate > 0 for governed in done)
+    with caplog.at_level(logging.INFO, logger="common.worker.governor"):
+        governor.step_ended(0)
+        governor.step_ended(1)
+    (record,) = [found for found in caplog.records if found.message == "beside the decode"]
+    assert record.step == 0
+    assert "4 on 1 SMs" in record.response_train
+    table = load_table(contexts[Service.LEARNER].run_dir / TABLES_FOLDER / "learner.json")
+    (entry,) = table.entries
+    assert (table.device, table.device_sms) == ("cpu", 1)
+    assert (entry.task, entry.rows, entry.sms) == (Task.RESPONSE_TRAIN, ROWS, 1)
+    assert 0 < entry.background_rate < 1
+    assert load_table(contexts[Service.LEARNER].run_dir / TABLES_FOLDER) == table
+
+
+async def test_a_decode_that_changes_beside_a_job_gives_no_rate(live, governor):
+    for change in (live.admitted, lambda: live.set_rows(2 * ROWS)):
+        (governed,) = jobs_beside(governor, live, 1, during=change)
+        assert governed.decode_rate == 0
+
+
+async def test_the_table_is_not_written_after_every_step(contexts, live, governor):
+    path = contexts[Service.LEARNER].run_dir / TABLES_FOLDER / "learner.json"
+    whole_jobs(governor, 2)
+    jobs_beside(governor, live, 4)
+    written = []
+    for step in range(WRITTEN_AT_FIRST + 2):
+        governor.step_ended(step)
+        written.append(path.exists())
+        path.unlink(missing_ok=True)
+    assert written == [True] * WRITTEN_AT_FIRST + [False] * 2
+
+
+async def test_nothing_is_written_where_nothing_was_measured(contexts, live, governor, caplog):
+    whole_jobs(governor, 3)
+    governor.step_ended(0)
+    assert not (contexts[Service.LEARNER].run_dir / TABLES_FOLDER).exists()
+    assert "beside the decode" not in caplog.text
+
+
+async def test_a_folder_that_cannot_be_written_ends_nothing(contexts, live, governor, caplog):
+    (contexts[Service.LEARNER].run_dir / TABLES_FOLDER).write_text("in the way")
+    whole_jobs(governor, 2)
+    jobs_beside(governor, live, 4)
+    governor.step_ended(0)
+    assert "co-run rates not written" in caplog.text
+
+
+async def test_a_table_of_the_deployment_is_the_only_source(contexts, live):
+    entry = CoRun(rows=ROWS, sms=1, gain=1.5, background_rate=0.5)
+    table = CoRunTable(device="here", device_sms=1, entries=(entry,))
+    governor = await Governor.open(contexts[Service.LEARNER], table, fixed=True)
+    whole_jobs(governor, 2)
+    jobs_beside(governor, live, 4)
+    assert governor._judgement.chooser.rates(Task.RESPONSE_TRAIN, ROWS, 1).gain == 1.5
     governor.close()
+
+
+async def test_the_end_of_a_scope_is_the_end_of_the_governors_step(live, scopes, caplog):
+    live.set_rows(ROWS)
+    await scopes[0].run(Task.POLICY_PREFIX, lambda: None)
+    with caplog.at_level(logging.INFO, logger="common.worker.governor"):
+        scopes[0].close()
+    assert "beside the decode" in caplog.text
+
+
+async def test_work_done_ahead_is_of_the_kind_it_is_ahead_of(live, governor):
+    measured = governor._judgement.measured
+
+    def ahead(value):
+        governor.run(Task.AHEAD_REFERENCE, lambda: value, schedule=Schedule.FUSED, beside=False)
+
+    for _ in range(3):
+        measured.add_beside(Task.REFERENCE_PREFIX, ROWS, 1, unit_s=100.0, decode_rate=0.5)
+        ahead(None)  # it came too late to do anything
+    assert measured.rates(Task.REFERENCE_PREFIX, ROWS, 1).background == 1.0  # the prior's
+    for _ in range(2):
+        ahead(5)
+    assert measured.rates(Task.REFERENCE_PREFIX, ROWS, 1).background < 0.5

@@ -1,0 +1,171 @@
+"""When the contents of spillable storages leave their device, and when they come back.
+
+Invariants, after every event:
+- Only a RESIDENT storage is held, or mapped by anybody.
+- Whatever can be spilled is being spilled, and whatever is wanted and has room is coming back.
+- Each participant that was given the storage and lives has it mapped or parked, never both.
+
+A storage that is wanted while its budget, or the device itself, has no room waits, for as long as
+somebody wants it; the node is told every now and then that memory is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.tensors.errors import StorageMisuse
+from services.broker.events import MemoryRestored, MemorySpilled
+from services.broker.instructions import AnnounceMemoryWanted, RestoreMemory, SpillMemory
+from services.broker.residence import Residence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from common.ids import Participant
+    from services.broker.events import MoveEnded
+    from services.broker.holds import Storage
+    from services.broker.openings import StorageKey
+    from services.broker.outbox import Outbox
+    from services.broker.rooms import Rooms
+
+AGAIN_NS = 500_000_000
+"""Between two attempts of a restore that finds no memory on its device."""
+
+
+class Spilling:
+    """See the module's text.
+
+    Args:
+        storages: all live ones.
+        opening: whether somebody waits to open one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rooms: Rooms,
+        outbox: Outbox,
+        storages: Mapping[StorageKey, Storage],
+        opening: Callable[[StorageKey], bool],
+    ) -> None:
+        self._rooms = rooms
+        self._outbox = outbox
+        self._storages = storages
+        self._opening = opening
+
+    def deadlines(self) -> list[int]:
+        """When storages that wait for memory have to be looked at again."""
+        return [s.again_ns for s in self._storages.values() if self._waits(s)]
+
+    def park(self, storage: Storage, participant: Participant) -> None:
+        """A participant has unmapped it. Nothing for one that holds it: a hold has crossed this."""
+        if not storage.spillable:
+            raise StorageMisuse(
+                f"{participant} parks {storage.name}, which is {storage.spec.residency} on "
+                f"{storage.device} and cannot be spilled"
+            )
+        if all(hold.participant != participant for hold in storage.holds.values()):
+            storage.lose(participant)
+            storage.parked.add(participant)
+
+    def prefetch(self, storage: Storage, participant: Participant) -> None:
+        """A participant will hold it. Nothing for one that has not parked it."""
+        if participant in storage.parked:
+            storage.expected.add(participant)
+
+    def ended(self, event: MoveEnded) -> Storage | None:
+        """A move has ended. Returns its storage; None: the run was closed meanwhile."""
+        found = (s for s in self._storages.values() if s.generation == event.generation)
+        storage = next(found, None)
+        if storage is None:
+            return None
+        match storage.cell.state, event:
+            case Residence.SPILLING, MemorySpilled():
+                self._give_back_device(storage)
+                storage.cell.move(Residence.SPILLED, "copied")
+            case Residence.RESTORING, MemoryRestored():
+                storage.life += 1
+                storage.cell.move(Residence.RESIDENT, "copied back")
+            case Residence.SPILLING, _:
+                storage.has_copy = False
+                self._rooms.copies.give_back(storage.size_bytes, run_scoped=True)
+                # It is not tried again before somebody parks it again.
+                storage.parked.clear()
+                storage.expected.clear()
+                storage.cell.move(Residence.RESIDENT, "no memory for the copy")
+            case _:
+                self._give_back_device(storage)
+                storage.cell.move(Residence.SPILLED, "no memory on the device")
+                storage.starved = True
+                self._call_for_memory(storage, event.at_ns)
+        return storage
+
+    def settle(self, now_ns: int) -> None:
+        """Begin the moves that can be made."""
+        for storage in self._storages.values():
+            if self._can_spill(storage):
+                self._spill(storage)
+            elif self._waits(storage):
+                self._restore(storage, now_ns)
+
+    def free(self, storage: Storage) -> None:
+        """Its room goes, on the device and in the host's memory."""
+        if storage.on_device:
+            self._give_back_device(storage)
+        if storage.has_copy:
+            self._rooms.copies.give_back(storage.size_bytes, run_scoped=True)
+
+    def validate(self) -> None:
+        """Check the invariants; for tests."""
+        for storage in self._storages.values():
+            assert storage.resident or not (storage.holds or storage.mapped)
+            assert storage.resident or (storage.has_copy and storage.spillable)
+            assert not storage.mapped & storage.parked
+            assert storage.expected <= storage.parked
+            assert {hold.participant for hold in storage.holds.values()} <= storage.mapped
+            assert not self._can_spill(storage)
+            if self._waits(storage):
+                assert storage.starved or not self._fits(storage)
+
+    def _wanted(self, storage: Storage) -> bool:
+        return (
+            bool(storage.expected)
+            or any(storage.judge_resident(wanted).grant for wanted in storage.waiting)
+            or self._opening((storage.run_id, storage.name))
+        )
+
+    def _waits(self, storage: Storage) -> bool:
+        return storage.cell.state is Residence.SPILLED and self._wanted(storage)
+
+    def _can_spill(self, storage: Storage) -> bool:
+        idle = storage.resident and storage.parked and not (storage.mapped or storage.holds)
+        if not idle or self._wanted(storage):
+            return False
+        return storage.has_copy or self._rooms.copies.fits(storage.size_bytes)
+
+    def _spill(self, storage: Storage) -> None:
+        if not storage.has_copy:
+            self._rooms.copies.take_now(f"copy of {storage.name}", storage.size_bytes)
+            storage.has_copy = True
+        storage.cell.move(Residence.SPILLING, "parked by all")
+        self._outbox.add(SpillMemory(generation=storage.generation))
+
+    def _restore(self, storage: Storage, now_ns: int) -> None:
+        due = now_ns >= storage.again_ns
+        if self._fits(storage) and (due or not storage.starved):
+            self._rooms.of(storage.device).take_now(storage.name, storage.size_bytes)
+            storage.starved = False
+            storage.cell.move(Residence.RESTORING, "wanted")
+            self._outbox.add(RestoreMemory(generation=storage.generation))
+        elif due:
+            self._call_for_memory(storage, now_ns)
+
+    def _fits(self, storage: Storage) -> bool:
+        return self._rooms.of(storage.device).fits(storage.size_bytes)
+
+    def _call_for_memory(self, storage: Storage, now_ns: int) -> None:
+        storage.again_ns = now_ns + AGAIN_NS
+        self._outbox.add(AnnounceMemoryWanted(device=storage.device, size_bytes=storage.size_bytes))
+
+    def _give_back_device(self, storage: Storage) -> None:
+        self._rooms.of(storage.device).give_back(storage.size_bytes, run_scoped=True)

@@ -1,0 +1,351 @@
+"""Storages whose contents leave the device and come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.ids import Epoch
+from common.tensors.errors import (
+    BrokerTimeout,
+    NotDeclared,
+    StaleVersion,
+    StorageMisuse,
+    StorageTorn,
+    UnknownRun,
+)
+from common.tensors.spec import Residency
+from common.tensors.storage import HoldKind, StorageSpec
+from services.broker import events
+from services.broker.instructions import AnnounceMemoryWanted, RestoreMemory, SpillMemory
+from services.broker.rooms import COPIES
+from services.broker.spilling import AGAIN_NS
+from tests.unit.broker.driver import (
+    ENCODER,
+    GPU,
+    GPU_PAGE,
+    LEARNER,
+    PAGE,
+    REFERENCE,
+    ROLLOUT,
+    RUN,
+    Driver,
+    pages,
+)
+
+if TYPE_CHECKING:
+    from services.broker.events import StorageId
+
+SPEC = StorageSpec(
+    tensors=pages(1), readers=(ENCODER,), writers=(LEARNER,), residency=Residency.SPILLABLE
+)
+AGAIN_S = AGAIN_NS / 1e9
+
+
+class Lone:
+    """A GPU with room for two storages, and one that the learner has written and parked."""
+
+    def __init__(self, *, parked: bool = True, **room: int) -> None:
+        wanted = {"gpu_pages": 2, "copies_pages": GPU_PAGE // PAGE, **room}
+        self.drive = Driver(**wanted)
+        self.drive.begin(1)
+        self.storage: StorageId = self.drive.answer(self.drive.open(LEARNER, SPEC)).storage_id
+        self.write(0)
+        if parked:
+            self.park()
+
+    def write(self, version: int) -> None:
+        hold = self.drive.answer(self.hold(version)).hold_id
+        self.drive.publish(LEARNER, hold)
+
+    def hold(self, version: int, *, timeout_s: float = 100.0) -> int:
+        return self.drive.hold(
+            LEARNER, self.storage, HoldKind.WRITE, version=version, timeout_s=timeout_s
+        )
+
+    def park(self) -> None:
+        self.drive.park(LEARNER, self.storage)
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Where it has memory, and its state."""
+        rows = self.drive.state.ledger().rows
+        return [(row.device, row.state) for row in rows if row.name == "weights"]
+
+    @property
+    def wanted(self) -> list[Any]:
+        return [said for said in self.drive.said if isinstance(said, AnnounceMemoryWanted)]
+
+
+def spilled() -> Lone:
+    lone = Lone()
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+    return lone
+
+
+def used(lone: Lone) -> dict[str, int]:
+    return {arena.device: arena.used_bytes for arena in lone.drive.state.ledger().arenas}
+
+
+def test_there_and_back() -> None:
+    lone = Lone(parked=False)
+    assert lone.rows == [(GPU, "readable(v0)")]
+    assert COPIES not in used(lone)
+    lone.park()
+    assert isinstance(lone.drive.moves[0], SpillMemory)
+    assert lone.rows == [(GPU, "spilling readable(v0)"), (COPIES, "spilling readable(v0)")]
+    lone.drive.end_move()
+    assert used(lone) == {"cpu": 0, GPU: 0, COPIES: GPU_PAGE}
+    hold = lone.hold(1)
+    assert lone.drive.waits(hold)
+    assert isinstance(lone.drive.moves[0], RestoreMemory)
+    assert lone.rows[0] == (GPU, "restoring readable(v0)")
+    lone.drive.end_move()
+    held = lone.drive.answer(hold)
+    assert (held.handle.life, held.handle.device) == (1, GPU)
+    # The host's memory is kept for the next time.
+    assert used(lone) == {"cpu": 0, GPU: GPU_PAGE, COPIES: GPU_PAGE}
+    lone.drive.publish(LEARNER, held.hold_id)
+    lone.park()
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled readable(v1)")]
+
+
+def test_everybody_who_has_it_mapped_has_to_park_it() -> None:
+    lone = Lone(parked=False)
+    lone.drive.open(ENCODER)
+    lone.park()
+    assert not lone.drive.moves
+    lone.drive.park(ENCODER, lone.storage)
+    assert lone.drive.moves
+
+
+def test_the_death_of_the_last_who_has_it_mapped_is_as_good() -> None:
+    lone = Lone(parked=False)
+    lone.drive.open(ENCODER)
+    lone.park()
+    lone.drive.kill(ENCODER)
+    assert lone.drive.moves
+
+
+def test_the_death_of_the_only_one_leaves_it_where_it_is() -> None:
+    lone = Lone(parked=False)
+    lone.drive.kill(LEARNER)
+    assert lone.rows == [(GPU, "readable(v0)")]
+    assert not lone.drive.moves
+
+
+def test_a_park_that_crossed_a_hold_changes_nothing() -> None:
+    lone = Lone(parked=False)
+    held = lone.drive.answer(lone.hold(1))
+    lone.park()
+    lone.drive.let_go(LEARNER, held.hold_id, untouched=True)
+    assert lone.rows == [(GPU, "readable(v0)")]
+    lone.park()
+    assert lone.rows[0] == (GPU, "spilling readable(v0)")
+
+
+def test_a_hold_that_comes_while_it_is_copied_brings_it_back_afterwards() -> None:
+    lone = Lone()
+    hold = lone.hold(1)
+    lone.drive.end_move()
+    assert isinstance(lone.drive.moves[0], RestoreMemory)
+    assert lone.drive.waits(hold)
+    lone.drive.end_move()
+    assert lone.drive.answer(hold).version == 1
+
+
+def test_a_cancelled_hold_lets_it_leave_again() -> None:
+    lone = spilled()
+    hold = lone.hold(1)
+    lone.drive.cancel(LEARNER, hold)
+    lone.drive.end_move()
+    assert isinstance(lone.drive.moves[0], SpillMemory)
+
+
+def test_prefetch_brings_it_back_and_keeps_it() -> None:
+    lone = spilled()
+    lone.drive.prefetch(LEARNER, lone.storage)
+    lone.drive.prefetch(LEARNER, lone.storage)
+    lone.drive.end_move()
+    assert (lone.rows[0], lone.drive.moves) == ((GPU, "readable(v0)"), [])
+    assert lone.drive.answer(lone.hold(1)).handle.life == 1
+
+
+def test_prefetch_of_what_is_mapped_does_not_keep_it() -> None:
+    lone = Lone(parked=False)
+    lone.drive.prefetch(LEARNER, lone.storage)
+    lone.park()
+    assert lone.drive.moves
+
+
+def test_what_cannot_be_granted_anyway_leaves_it_where_it_is() -> None:
+    lone = spilled()
+    stale = lone.drive.hold(ENCODER, lone.storage, HoldKind.READ, version=-1)
+    assert isinstance(lone.drive.refusal(stale), StaleVersion)
+    undeclared = lone.drive.hold(REFERENCE, lone.storage, HoldKind.READ)
+    assert isinstance(lone.drive.refusal(undeclared), NotDeclared)
+    later = lone.drive.hold(ENCODER, lone.storage, HoldKind.READ, version=1)
+    assert lone.drive.waits(later)
+    assert not lone.drive.moves
+
+
+def test_an_opener_gets_it_when_it_is_back() -> None:
+    lone = spilled()
+    other = lone.drive.open(LEARNER, replace(SPEC, readers=()))
+    assert "readers" in str(lone.drive.refusal(other))
+    assert not lone.drive.moves
+    opening = lone.drive.open(ENCODER)
+    assert lone.drive.waits(opening)
+    lone.drive.end_move()
+    opened = lone.drive.answer(opening)
+    assert (opened.version, opened.handle.life, opened.spillable) == (0, 1, True)
+    lone.park()
+    assert not lone.drive.moves
+
+
+def test_an_opener_in_vain_is_told_where_it_is() -> None:
+    lone = spilled()
+    lone.drive.lease(LEARNER, ENCODER, size_pages=2 * GPU_PAGE // PAGE)
+    opening = lone.drive.open(ENCODER, timeout_s=5)
+    lone.drive.pass_time(5)
+    refusal = lone.drive.refusal(opening)
+    assert isinstance(refusal, BrokerTimeout)
+    assert "is spilled readable(v0) and was not restored in time" in str(refusal)
+
+
+def test_a_full_budget_is_waited_for_until_the_holds_deadline() -> None:
+    lone = spilled()
+    lease = lone.drive.sealed(ENCODER, LEARNER, size_pages=2 * GPU_PAGE // PAGE)
+    first, second = lone.hold(1, timeout_s=1), lone.hold(1, timeout_s=100)
+    assert [(w.device, w.size_bytes) for w in lone.wanted] == [(GPU, GPU_PAGE)]
+    lone.drive.pass_time(AGAIN_S / 2)
+    assert len(lone.wanted) == 1
+    lone.drive.pass_time(AGAIN_S / 2)
+    assert len(lone.wanted) == 2
+    lone.drive.pass_time(1)
+    refusal = lone.drive.refusal(first)
+    assert isinstance(refusal, BrokerTimeout)
+    assert "the storage is spilled readable(v0), held by nobody" in str(refusal)
+    assert f"arena {GPU}: " in str(refusal)
+    assert f"{GPU_PAGE}  weights  run run" in str(refusal)
+    lone.drive.abandon(ENCODER, lease)
+    lone.drive.end_move()
+    assert lone.drive.answer(second).version == 1
+
+
+def test_a_device_without_memory_is_asked_again_after_a_while() -> None:
+    lone = spilled()
+    hold = lone.hold(1)
+    lone.drive.end_move(fail=True)
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+    assert len(lone.wanted) == 1
+    lone.drive.begin(2)
+    assert not lone.drive.moves
+    assert lone.drive.state.next_deadline_ns() == lone.drive.now_ns + AGAIN_NS
+    lone.drive.pass_time(AGAIN_S)
+    lone.drive.end_move()
+    assert lone.drive.answer(hold).handle.life == 1
+
+
+def test_nobody_is_called_for_what_nobody_wants_any_more() -> None:
+    lone = spilled()
+    lone.hold(1, timeout_s=0.1)
+    lone.drive.end_move(fail=True)
+    lone.drive.pass_time(0.1)
+    lone.drive.pass_time(100)
+    assert len(lone.wanted) == 1
+    assert lone.drive.state.next_deadline_ns() is None
+
+
+def test_without_memory_for_the_copy_it_stays_until_it_is_parked_again() -> None:
+    lone = Lone()
+    hold = lone.hold(1)
+    lone.drive.end_move(fail=True)
+    held = lone.drive.answer(hold)
+    assert held.handle.life == 0
+    assert used(lone) == {"cpu": 0, GPU: GPU_PAGE, COPIES: 0}
+    lone.drive.publish(LEARNER, held.hold_id)
+    assert not lone.drive.moves
+    lone.park()
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled readable(v1)")]
+
+
+def test_copies_have_a_budget() -> None:
+    lone = Lone(copies_pages=GPU_PAGE // PAGE - 1)
+    assert lone.rows == [(GPU, "readable(v0)")]
+    assert not lone.drive.moves
+
+
+@pytest.mark.parametrize("copies_pages", [0, 1])
+def test_what_cannot_be_spilled_cannot_be_parked(copies_pages: int) -> None:
+    drive = Driver(copies_pages=copies_pages)
+    residency = Residency.SPILLABLE if copies_pages == 0 else Residency.PINNED
+    opened = drive.answer(drive.open(LEARNER, replace(SPEC, residency=residency)))
+    assert not opened.spillable
+    with pytest.raises(StorageMisuse, match=r"parks weights, which is .* on cpu and cannot"):
+        drive.park(LEARNER, opened.storage_id)
+    hold = drive.answer(drive.hold(LEARNER, opened.storage_id, HoldKind.WRITE))
+    assert hold.handle is None
+
+
+def test_only_who_is_declared_parks() -> None:
+    lone = Lone(parked=False)
+    with pytest.raises(NotDeclared, match="rollout/0 is neither reader nor writer"):
+        lone.drive.park(ROLLOUT, lone.storage)
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_contents_survive_the_learner(moves: int) -> None:
+    """It dies while the storage is being spilled, is spilled, or is being restored."""
+    lone = Lone()
+    if moves:
+        lone.drive.end_move()
+    if moves == 2:
+        lone.hold(1)
+    lone.drive.kill(LEARNER)
+    lone.drive.join(LEARNER)
+    opening = lone.drive.open(LEARNER, SPEC)
+    while lone.drive.moves:
+        lone.drive.end_move()
+    opened = lone.drive.answer(opening)
+    assert (opened.created, opened.version, opened.torn) == (False, 0, False)
+    assert opened.handle.life == 1
+
+
+def test_torn_contents_stay_torn() -> None:
+    lone = Lone(parked=False)
+    lone.drive.let_go(LEARNER, lone.drive.answer(lone.hold(1)).hold_id)
+    lone.park()
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled torn(v0)")]
+    reading = lone.drive.hold(ENCODER, lone.storage, HoldKind.READ)
+    assert isinstance(lone.drive.refusal(reading), StorageTorn)
+    hold = lone.hold(1)
+    lone.drive.end_move()
+    lone.drive.publish(LEARNER, lone.drive.answer(hold).hold_id)
+    assert lone.rows[0] == (GPU, "readable(v1)")
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_closed_run_frees_both(moves: int) -> None:
+    lone = Lone()
+    hold = None
+    if moves:
+        lone.drive.end_move()
+    if moves == 2:
+        hold = lone.hold(1)
+    lone.drive.do(events.RunClosed, run_id=RUN)
+    assert used(lone) == {"cpu": 0, GPU: 0, COPIES: 0}
+    assert not lone.drive.memory
+    while lone.drive.moves:
+        lone.drive.end_move()
+    if hold is not None:
+        assert isinstance(lone.drive.refusal(hold), UnknownRun)
+    lone.drive.do(events.RunOpened, run_id=RUN, epoch=Epoch(1))
+    lone.park()
+    lone.drive.prefetch(LEARNER, lone.storage)

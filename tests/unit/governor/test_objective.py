@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.governor.objective import OBJECTIVES, Objective, best_share
+from common.governor.rates import Rates, bracket_of
+from common.step.schedule import Schedule
+
+RATES = st.builds(Rates, decode=st.floats(0.01, 1), background=st.floats(0.01, 1))
+KNOWN = st.dictionaries(st.integers(1, 132), RATES, min_size=1, max_size=6)
+
+
+def rates(decode: float, background: float) -> Rates:
+    return Rates(decode=decode, background=background)
+
+
+def test_every_schedule_has_an_objective():
+    assert OBJECTIVES.keys() == set(Schedule)
+    assert OBJECTIVES[Schedule.ROLLPLEX] is Objective.WORK_LIMITED
+    assert OBJECTIVES[Schedule.FUSED] is Objective.WINDOW_LIMITED
+
+
+def test_what_is_saved_is_counted_by_what_there_is_less_of():
+    # Small share: a second of work costs little decode. Large share: much work a second of decode.
+    known = {48: rates(0.8, 0.45), 96: rates(0.5, 0.8)}
+    assert best_share(known, Objective.WORK_LIMITED) == 48
+    assert best_share(known, Objective.WINDOW_LIMITED) == 96
+    assert Objective.WORK_LIMITED.value_of(known[48]) == pytest.approx(0.25 / 0.45)
+    assert Objective.WINDOW_LIMITED.value_of(known[96]) == pytest.approx(0.3 / 0.5)
+
+
+def test_where_nothing_is_saved_the_least_is_lost():
+    known = {48: rates(0.5, 0.4), 96: rates(0.2, 0.75)}
+    for objective in Objective:
+        assert best_share(known, objective) == 96
+
+
+def test_of_two_equal_shares_the_smaller_one_is_taken():
+    same = rates(0.7, 0.6)
+    for objective in Objective:
+        assert best_share({96: same, 48: same, 64: same}, objective) == 48
+
+
+@given(KNOWN, st.sampled_from(Objective))
+def test_no_other_share_saves_more(known, objective):
+    best = known[best_share(known, objective)]
+    if any(each.gain > 1 for each in known.values()):
+        assert best.gain > 1
+        saving = [each for each in known.values() if each.gain > 1]
+        assert objective.value_of(best) == max(map(objective.value_of, saving))
+    else:
+        assert best.gain == max(each.gain for each in known.values())
+
+
+@given(
+    window=st.floats(1, 100),
+    work=st.floats(1, 100),
+    known=st.dictionaries(
+        st.integers(1, 132),
+        RATES.filter(lambda each: each.gain > 1),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_the_objective_that_fits_makes_the_shortest_step(window, work, known):
+    """One share throughout; what is left of either runs alone."""
+
+    def step_s(each: Rates) -> float:
+        beside = min(window / each.decode, work / each.background)
+        return beside + (window - beside * each.decode) + (work - beside * each.background)
+
+    for objective in Objective:
+        chosen = known[best_share(known, objective)]
+        fits = [
+            each
+            for each in known.values()
+            if (work / each.background <= window / each.decode)
+            is (objective is Objective.WORK_LIMITED)
+        ]
+        if len(fits) == len(known):
+            assert step_s(chosen) <= min(map(step_s, known.values())) + 1e-9 * (window + work)
+
+
+@given(st.integers(1, 4096))
+def test_a_bracket_is_the_next_power_of_two(rows):
+    bracket = bracket_of(rows)
+    assert bracket & (bracket - 1) == 0
+    assert rows <= bracket < 2 * rows
