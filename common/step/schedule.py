@@ -77,7 +77,8 @@ _COMMON: dict[Task, frozenset[Condition]] = {
     Task.REWARD: frozenset({Condition.GENERATED}),
     Task.PREFIX_BACKWARD: frozenset({Condition.RESPONSES_TRAINED}),
     Task.UPDATE: frozenset({Condition.ROLLOUT_OVER, Condition.GROUPS_DONE}),
-    Task.AHEAD_PREPARE: frozenset({Condition.GROUPS_PREPARED}),
+    # Behind the start of a step, where launching kernels wants the processor.
+    Task.AHEAD_PREPARE: frozenset({Condition.GROUPS_PREPARED, Condition.WINDOW_OPENED}),
 }
 
 _AHEAD_IN_WINDOW = frozenset(

@@ -72,6 +72,7 @@ class EpochWork:
         self._idle = asyncio.Event()
         self._idle.set()
         self._cause_id = ""
+        self._keeps_cache = False
 
     @property
     def running(self) -> bool:
@@ -98,6 +99,7 @@ class EpochWork:
             spawn=self._spawn_beside,
         )
         self._scope = scope
+        self._keeps_cache = run.keeps_cache
         try:
             self._work = run.begin(scope)
         except Exception as error:
@@ -136,6 +138,7 @@ class EpochWork:
             return
         log.debug("step ended", extra={"step": scope.plan.step, "reason": reason})
         scope.end()
+        keeps_cache = self._keeps_cache
         for name, job in self._jobs.items():
             if job.scope is scope:
                 self._cancel(name)
@@ -148,7 +151,8 @@ class EpochWork:
                 log.exception("work of an ended epoch not closed")
             finally:
                 scope.close()
-                self._device.give_back()
+                if not keeps_cache:
+                    self._device.give_back()
 
         self._compute.submit(close)
 

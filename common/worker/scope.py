@@ -208,7 +208,6 @@ class StepScope:
         consumers: Iterable[Participant],
         next_use: Task,
         placement: Placement,
-        zero: bool = False,
     ) -> AsyncIterator[Draft]:
         """Allocate a lease, to be filled inside the block; it is sealed at the block's end.
 
@@ -217,7 +216,6 @@ class StepScope:
             tensors: dtype and shape of each tensor by name.
             consumers: who will acquire it, once each.
             placement: in the host's memory or on the device that the workers compute on.
-            zero: whether the contents have to be zero at first.
         """
         specs = [
             TensorSpec(name=key, dtype=dtype_name(dtype), shape=shape)
@@ -232,7 +230,6 @@ class StepScope:
             consumers=list(consumers),
             next_use=next_use,
             placement=placement,
-            zero=zero,
         )
         try:
             self.check()

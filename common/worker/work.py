@@ -49,6 +49,13 @@ class RunWork(Protocol):
     def lanes(self) -> tuple[Lane, ...]:
         """Which tasks this service does, and which of them share an executor."""
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether device memory that an epoch has left in the process's cache stays there.
+
+        For what the next epoch begins with; it goes back when somebody wants memory.
+        """
+
     async def prepare(self) -> Prepared:
         """Make sure that a step can begin; also after a failed one. Idempotent."""
 

@@ -48,6 +48,7 @@ _RESTORE_TIMEOUT_S = 120.0
 class LearnerRun:
     """One run in this process."""
 
+    keeps_cache = False
     lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN)),)
 
     def __init__(

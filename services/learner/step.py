@@ -103,13 +103,17 @@ class LearnerStep:
                 consumers=[self._run.context.peer(Service.PREFIX_ENCODER)],
                 next_use=Task.PREFIX_BACKWARD,
                 placement=Placement.DEVICE,
-                zero=True,
             ) as draft,
         ):
-            prefix = PrefixKV.leaves(buffer, draft.tensors[KV])
+            gradient = draft.tensors[KV]
+
+            def train() -> LossSums:
+                prefix = PrefixKV.leaves(buffer, gradient.zero_())
+                return self._backward(state, prefix, responses, advantages_G, reference_T)
+
             trained = await scope.run(
                 Task.RESPONSE_TRAIN,
-                lambda: self._backward(state, prefix, responses, advantages_G, reference_T),
+                train,
                 work=len(responses.tokens),
             )
         scope.give_back(*leases)

@@ -57,6 +57,9 @@ OPEN_TIMEOUT_S = 120.0
 class PrefixEncoderRun:
     """One run in this process."""
 
+    keeps_cache = True
+    """The next step begins here, with tensors of the same sizes."""
+
     def __init__(
         self,
         context: RunContext,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 class ReferenceRun:
     """One run in this process."""
 
+    keeps_cache = False
     lanes = (Lane(name="compute", tasks=(Task.REFERENCE_SCORE,)),)
 
     def __init__(self, context: RunContext, shape: ModelShape, weights: Storage | None) -> None:

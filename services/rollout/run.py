@@ -36,6 +36,7 @@ UNBOUNDED = 1 << 30
 class RolloutRun:
     """One run in this process."""
 
+    keeps_cache = False
     lanes = (
         Lane(name="engine", tasks=(Task.DECODE,), width=UNBOUNDED, strict=True),
         Lane(name="reward", tasks=(Task.REWARD,), width=UNBOUNDED),

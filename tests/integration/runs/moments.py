@@ -124,12 +124,21 @@ class Striker:
     # ---------------------------------------------------------------- in a step
 
     async def begun(self, victim: str) -> Landed:
-        """The step has begun and nothing of it is done."""
+        """The step has begun and nothing of it is done.
 
-        async def holds() -> bool:
-            return self._fresh and not self.seen.of_epoch(bodies.GroupPrepared)
+        Its prompts may be ready before it begins: who would say so is held still until then.
+        """
+        await until(self._is_fresh)
+        await self._pause()
+        with stopped(self._node.pid(ENCODER)):
+            before = self.seen.began
+            await self._asked(self._client.resume)
 
-        async with still(self._node, ENCODER, holds):
+            async def holds() -> bool:
+                return self.seen.began is not before and self._fresh
+
+            await until(holds)
+            assert not self.seen.of_epoch(bodies.GroupPrepared)
             return await self._kill(victim, "step begun")
 
     async def window(self, victim: str) -> Landed:

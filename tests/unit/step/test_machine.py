@@ -111,12 +111,12 @@ def test_work_ahead_comes_last_and_in_its_own_order():
     )
     machine = StepMachine(lanes, needs_reference=True)
     assert starts(begun(machine, schedule=Schedule.FUSED, groups=1, ahead=3)) == [(Task.PREPARE, 0)]
-    first = machine.handle(event(PREPARED, 0))
-    assert starts(first) == [(Task.AHEAD_PREPARE, 0)]
+    assert starts(machine.handle(event(PREPARED, 0))) == []
+    opened = machine.handle(event(bodies.WindowOpened()))
+    assert starts(opened) == [(Task.AHEAD_PREPARE, 0)]
     assert starts(machine.task_ended(Task.PREPARE, GroupId(0))) == [(Task.AHEAD_PREPARE, 1)]
     for index in (0, 1):
         machine.handle(ahead_done(Task.AHEAD_PREPARE, index))
-    machine.handle(event(bodies.WindowOpened()))
     assert starts(machine.handle(event(VISION, 0))) == [(Task.POLICY_PREFIX, 0)]
     for role in ModelRole:
         assert starts(machine.handle(event(prefix(role), 0))) == []

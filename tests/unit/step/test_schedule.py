@@ -190,12 +190,15 @@ def test_nothing_starts_after_an_abort():
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-def test_prompts_are_prepared_ahead_when_all_of_the_own_ones_are(schedule):
+def test_prompts_are_prepared_ahead_from_the_window_on(schedule):
     view = StepView(plan(schedule, groups=2, ahead=1), needs_reference=True)
-    folded(view, (PREPARED, 0))
+    folded(view, (PREPARED, 0), (bodies.WindowOpened(), None))
     assert not view.may_start(Task.AHEAD_PREPARE, GroupId(0))
     folded(view, (bodies.GroupDropped(code="c", reason="r", sample=1), 1))
     assert view.may_start(Task.AHEAD_PREPARE, GroupId(0))
+    fresh = StepView(plan(schedule, groups=2, ahead=1), needs_reference=True)
+    folded(fresh, (PREPARED, 0), (PREPARED, 1))
+    assert not fresh.may_start(Task.AHEAD_PREPARE, GroupId(0))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ class Script:
 class ScriptedRun:
     """A `RunWork`."""
 
+    keeps_cache = False
     lanes = (Lane(name="data", tasks=(Task.PREPARE, Task.AHEAD_PREPARE), width=2),)
 
     def __init__(self, script: Script) -> None:
