@@ -52,7 +52,8 @@ async def test_prefix_work_lies_in_the_window_where_the_schedule_says_so(schedul
     }
     assert shares[Schedule.SERIAL] == [0.0] * STEPS
     assert all(share > 0 for share in shares[Schedule.ROLLPLEX])
-    assert all(share > 0 for share in shares[Schedule.FUSED])
+    # The last step's may all have been done in the window of the one before.
+    assert all(share > 0 for share in shares[Schedule.FUSED][:-1])
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
