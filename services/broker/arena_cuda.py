@@ -27,7 +27,7 @@ _GIB = 2**30
 RESERVE_BYTES = 8 * _GIB
 """Left out of the default budget, but at most a quarter of the device: what no ledger has, such as
 the CUDA contexts and library workspaces of the node's processes."""
-MARGIN_BYTES = _GIB
+MARGIN_BYTES = 6 * _GIB
 """Left free on the device by a restore, for allocators that are about to grow."""
 
 
