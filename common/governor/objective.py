@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from common.step.schedule import Schedule
+from common.step.tasks import Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,12 +34,16 @@ class Objective(StrEnum):
         return (rates.gain - 1.0) / scarce
 
 
-OBJECTIVES: dict[Schedule, Objective] = {
-    Schedule.SERIAL: Objective.WORK_LIMITED,
-    Schedule.ROLLPLEX: Objective.WORK_LIMITED,
-    Schedule.FUSED: Objective.WINDOW_LIMITED,
-}
-"""By schedule: `rollplex` hides prefixes only, `fused` whole groups' training."""
+_OF_WHOLE_GROUPS = frozenset({Task.REFERENCE_SCORE, Task.RESPONSE_TRAIN, Task.PREFIX_BACKWARD})
+
+
+def objective_of(task: Task) -> Objective:
+    """What a kind of work is short of.
+
+    Prefixes and vision are there from the window's beginning, and are few. Scoring and training
+    come with the first group that ends, late in the window, and most of them are left at its end.
+    """
+    return Objective.WINDOW_LIMITED if task in _OF_WHOLE_GROUPS else Objective.WORK_LIMITED
 
 
 def best_share(known: Mapping[int, Rates], objective: Objective) -> int:

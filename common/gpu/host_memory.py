@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.gpu.driver import bindings, call, use_primary_context
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PART_BYTES = 1 << 28
 """Pinned at a time. Pinning takes a second for a few GiB, and other calls of the driver wait."""
+SLICE_BYTES = 1 << 24
+"""Copied at a time: another process that maps memory waits for whatever copies are queued."""
+QUEUED_SLICES = 2
 
 
 class PinnedMemory:
@@ -55,12 +61,29 @@ class PinnedMemory:
 
     def _copy(self, name: str, address: int, *, to_device: bool) -> None:
         use_primary_context(self._ordinal)
-        stream = call("cuStreamCreate", bindings().CUstream_flags.CU_STREAM_NON_BLOCKING)
+        driver = bindings()
+        stream = call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        sleeping = driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC
+        events = [call("cuEventCreate", sleeping) for _ in range(QUEUED_SLICES)]
         try:
-            for pointer, part_bytes in self._parts:
-                ends = (address, pointer) if to_device else (pointer, address)
-                call(name, *ends, part_bytes, stream)
-                address += part_bytes
+            for number, (offset, pointer, size) in enumerate(self._slices()):
+                event = events[number % QUEUED_SLICES]
+                call("cuEventSynchronize", event)
+                here = address + offset
+                ends = (here, pointer) if to_device else (pointer, here)
+                call(name, *ends, size, stream)
+                call("cuEventRecord", event, stream)
             call("cuStreamSynchronize", stream)
         finally:
+            for event in events:
+                call("cuEventDestroy", event)
             call("cuStreamDestroy", stream)
+
+    def _slices(self) -> Iterator[tuple[int, int, int]]:
+        """Offset in the whole, address, and size of each piece that is copied at a time."""
+        offset = 0
+        for pointer, part_bytes in self._parts:
+            for begin in range(0, part_bytes, SLICE_BYTES):
+                size = min(SLICE_BYTES, part_bytes - begin)
+                yield offset + begin, int(pointer) + begin, size
+            offset += part_bytes

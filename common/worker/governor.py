@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.governor.choice import ShareChooser, tried_shares
 from common.governor.measurements import Measurements
-from common.governor.objective import OBJECTIVES
+from common.governor.objective import objective_of
 from common.governor.rates import bracket_of
 from common.governor.reading import decode_rate
 from common.governor.tally import StepTally
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from common.governor.reading import Reading
     from common.governor.table import CoRunTable
-    from common.step.schedule import Schedule
     from common.tensors.storage import Storage
     from common.worker.context import RunContext
 
@@ -154,7 +153,6 @@ class Governor:
         task: Task,
         job: Callable[[], T],
         *,
-        schedule: Schedule,
         work: float = 1.0,
         beside: bool = True,
     ) -> Governed[T]:
@@ -170,7 +168,7 @@ class Governor:
         share = judgement.shares.total_sms
         beside = beside and before.rows > 0
         if beside:
-            share = judgement.chooser.choose(kind, before.rows, OBJECTIVES[schedule])
+            share = judgement.chooser.choose(kind, before.rows, objective_of(kind))
         value = judgement.shares.run(share, job)
         after, rate = self._live.reading(), None
         if value is not None or task not in AHEAD:

@@ -153,9 +153,7 @@ class StepScope:
                 self.check()
             start_ns, sms, decode_rate = time.monotonic_ns(), 0, 0.0
             if governor is not None:
-                governed = governor.run(
-                    task, job, schedule=self.plan.schedule, work=work, beside=beside
-                )
+                governed = governor.run(task, job, work=work, beside=beside)
                 value, sms, decode_rate = governed.value, governed.sms, governed.decode_rate
             else:
                 value = job()

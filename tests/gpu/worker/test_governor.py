@@ -9,7 +9,6 @@ import torch
 
 from common.governor.choice import tried_shares
 from common.governor.table import H200, load_table
-from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.worker.governor import Governor
 from common.worker.live_decode import LiveDecode
@@ -38,7 +37,7 @@ def live() -> LiveDecode:
 
 
 def _beside(governor: Governor, job: Callable[[], Any], **options: Any) -> Any:
-    return governor.run(TASK, job, schedule=Schedule.ROLLPLEX, **options)
+    return governor.run(TASK, job, **options)
 
 
 def test_a_job_runs_on_a_share_while_something_decodes(live: LiveDecode, tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.governor.objective import OBJECTIVES, Objective, best_share
+from common.governor.objective import Objective, best_share, objective_of
 from common.governor.rates import Rates, bracket_of
-from common.step.schedule import Schedule
+from common.step.tasks import Task
 
 RATES = st.builds(Rates, decode=st.floats(0.01, 1), background=st.floats(0.01, 1))
 KNOWN = st.dictionaries(st.integers(1, 132), RATES, min_size=1, max_size=6)
@@ -16,10 +16,10 @@ def rates(decode: float, background: float) -> Rates:
     return Rates(decode=decode, background=background)
 
 
-def test_every_schedule_has_an_objective():
-    assert OBJECTIVES.keys() == set(Schedule)
-    assert OBJECTIVES[Schedule.ROLLPLEX] is Objective.WORK_LIMITED
-    assert OBJECTIVES[Schedule.FUSED] is Objective.WINDOW_LIMITED
+def test_there_is_less_of_prefixes_than_of_window_and_more_of_training():
+    assert objective_of(Task.REFERENCE_PREFIX) is Objective.WORK_LIMITED
+    assert objective_of(Task.AHEAD_VISION) is Objective.WORK_LIMITED
+    assert objective_of(Task.RESPONSE_TRAIN) is Objective.WINDOW_LIMITED
 
 
 def test_what_is_saved_is_counted_by_what_there_is_less_of():

@@ -118,12 +118,16 @@ class SimulatedDriver:
     def cuMemFreeHost(self, pointer: int) -> None:
         del self.pinned[pointer]
 
+    def _check_pinned(self, pointer: int, size_bytes: int) -> None:
+        ends = ((base, base + len(part)) for base, part in self.pinned.items())
+        assert any(low <= pointer and pointer + size_bytes <= high for low, high in ends)
+
     def cuMemcpyDtoHAsync(self, pointer: int, address: int, size_bytes: int, _: Any) -> None:
-        assert size_bytes <= len(self.pinned[pointer])
+        self._check_pinned(pointer, size_bytes)
         ctypes.memmove(pointer, bytes(self.at(address, size_bytes)), size_bytes)
 
     def cuMemcpyHtoDAsync(self, address: int, pointer: int, size_bytes: int, _: Any) -> None:
-        assert size_bytes <= len(self.pinned[pointer])
+        self._check_pinned(pointer, size_bytes)
         self.at(address, size_bytes)[:] = ctypes.string_at(pointer, size_bytes)
 
     def at(self, address: int, size_bytes: int) -> memoryview:

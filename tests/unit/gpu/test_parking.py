@@ -30,6 +30,7 @@ def gpu(monkeypatch):
     gpu = SimulatedDriver(TOTAL_BYTES)
     gpu.install(monkeypatch, shared_memory, host_memory, legacy_ipc)
     monkeypatch.setattr(host_memory, "PART_BYTES", GRANULARITY_BYTES * 2)
+    monkeypatch.setattr(host_memory, "SLICE_BYTES", GRANULARITY_BYTES // 2 + 4096)
     monkeypatch.setattr(REAPER, "start", lambda: None)
     for cached in (device._ordinal, driver._primary_context):
         cached.cache_clear()

@@ -13,7 +13,6 @@ import pytest
 
 from common.governor.table import H200, CoRun, CoRunTable, load_table
 from common.ids import Epoch, Participant, Service
-from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.step.view import StepView
 from common.worker.context import RunContext
@@ -132,7 +131,7 @@ ALONE_S = 0.02
 
 def whole_jobs(governor, count):
     for _ in range(count):
-        governor.run(Task.RESPONSE_TRAIN, lambda: None, schedule=Schedule.FUSED, beside=False)
+        governor.run(Task.RESPONSE_TRAIN, lambda: None, beside=False)
 
 
 def jobs_beside(governor, live, count, *, during=lambda: None):
@@ -148,7 +147,7 @@ def jobs_beside(governor, live, count, *, during=lambda: None):
     done = []
     for _ in range(count):
         live.iterated()
-        done.append(governor.run(Task.RESPONSE_TRAIN, job, schedule=Schedule.FUSED, work=4.0))
+        done.append(governor.run(Task.RESPONSE_TRAIN, job, work=4.0))
     live.set_rows(0)
     return done
 
@@ -252,7 +251,7 @@ async def test_work_done_ahead_is_of_the_kind_it_is_ahead_of(live, governor):
     measured = governor._judgement.measured
 
     def ahead(value):
-        governor.run(Task.AHEAD_REFERENCE, lambda: value, schedule=Schedule.FUSED, beside=False)
+        governor.run(Task.AHEAD_REFERENCE, lambda: value, beside=False)
 
     for _ in range(3):
         measured.add_beside(Task.REFERENCE_PREFIX, ROWS, 1, unit_s=100.0, decode_rate=0.5)
