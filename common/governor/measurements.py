@@ -1,7 +1,7 @@
 """Samples of jobs beside a decode and of either alone, and the rates that they give.
 
-Rates are from medians of the newest samples: jobs that were held up by something else, such as the
-rewards' processes, must not count for more than one of many.
+Rates beside a decode are from medians of the newest samples: jobs that were held up by something
+else, such as the rewards' processes, must not count for more than one of many.
 """
 
 from __future__ import annotations
@@ -144,10 +144,13 @@ class Measurements:
         return ready
 
     def _whole_s(self, task: Task) -> float:
-        """Seconds per unit on the whole GPU; from shares, by the prior, where never measured."""
+        """Seconds per unit on the whole GPU; from shares, by the prior, where never measured.
+
+        The fastest sample: another service may have had part of the GPU in the others.
+        """
         whole = self._whole.get(task)
         if whole:
-            return statistics.median(whole)
+            return min(whole)
         return statistics.median(
             sample.unit_s
             * self._prior.rates(task, bracket, share, total_sms=self._total_sms).background
