@@ -96,6 +96,10 @@ class Unavailable(RollplexError):
     retryable = True
 
 
+class ProcessUnusable(Unavailable):
+    """This process cannot go on, nor close what it has open: it has to end at once."""
+
+
 class RemoteError(RollplexError):
     """An error raised in another process, with where it came from.
 

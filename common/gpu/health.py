@@ -2,21 +2,22 @@
 
 An illegal access, or another fault of a kernel, ends the CUDA context that it happened in, for
 good; under MPS it ends those of all clients of that GPU. Every later call then fails, so all that
-is left to such a process is to end and to be started again.
+is left to such a process is to end and to be started again. MPS takes no new client while one of
+the old ones lives, so it has to end soon.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from common.errors import Unavailable
+from common.errors import ProcessUnusable
 from common.gpu.driver import bindings, permit_during_capture, use_primary_context
 
 LOOK_S = 0.5
 """Between two looks; each takes some microseconds and waits for nothing."""
 
 
-class DeviceLost(Unavailable):
+class DeviceLost(ProcessUnusable):
     """The process's CUDA context has ended with a fault; only a new process can use the GPU."""
 
 

@@ -1,7 +1,8 @@
 """One service process, from its command line to its exit code.
 
 Order at the end: health says NOT_SERVING; deregister; the service drains to the deadline; its run
-is cancelled; it closes; gRPC, HTTP and Redis are closed. A second signal changes nothing.
+is cancelled; it closes; gRPC, HTTP and Redis are closed. A second signal changes nothing. A service
+that fails with ProcessUnusable ends the process as a kill would: nothing of this is done.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from common.config.base import ConfigError
 from common.config.deployment import Deployment, load_deployment
 from common.config.environment import set_threads
-from common.errors import DeadlineExceeded, FailedPrecondition, RollplexError
+from common.errors import DeadlineExceeded, FailedPrecondition, ProcessUnusable, RollplexError
 from common.service.context import Service, ServiceContext
 from common.service.http import HttpServer
 from common.service.lifecycle import Lifecycle
@@ -176,6 +177,8 @@ class _Process:
             log.info("serving", extra={"grpc": server.address, "incarnation": context.incarnation})
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             failure = _failure_of(work) or _failure_of(registration)
+            if _leaves_nothing_to_close(failure):
+                _end_at_once(failure)
             registration.cancel()
             self._cut_off_late()
             if failure is None:
@@ -235,6 +238,18 @@ class _Process:
         timer = threading.Timer(limit_s, cut_off)
         timer.daemon = True
         timer.start()
+
+
+def _leaves_nothing_to_close(failure: BaseException | None) -> bool:
+    if isinstance(failure, BaseExceptionGroup):
+        return failure.subgroup(ProcessUnusable) is not None
+    return isinstance(failure, ProcessUnusable)
+
+
+def _end_at_once(failure: BaseException | None) -> NoReturn:
+    log.critical("the process is unusable", exc_info=failure, extra={"pid": os.getpid()})
+    logging.shutdown()
+    os._exit(1)
 
 
 def _failure_of(task: asyncio.Task[None]) -> BaseException | None:

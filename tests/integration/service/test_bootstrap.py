@@ -141,6 +141,13 @@ async def test_failed_service_closes_and_exits_with_1(tiny, word, cause):
         assert await process.registry.find(LEARNER) is None
 
 
+async def test_an_unusable_process_closes_nothing(tiny):
+    async with tiny("unusable") as process:
+        code, lines, log = await process.ended()
+        assert (code, lines) == (1, ["run"])
+        assert "ProcessUnusable: the reason" in log
+
+
 async def test_signal_while_starting_stops_the_start(tiny):
     async with tiny("unbuilt") as process:
         assert await process.line() == "building"

@@ -9,6 +9,7 @@ import asyncio
 import sys
 import time
 
+from common.errors import ProcessUnusable
 from common.ids import Service
 from common.service import bootstrap
 from common.service.arguments import parse_arguments
@@ -18,6 +19,10 @@ from common.service.bootstrap import prepare_process, run_service
 def say(line):
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+async def _lose_the_process():
+    raise ProcessUnusable("the reason")
 
 
 class Tiny:
@@ -34,6 +39,9 @@ class Tiny:
             raise KeyError("the reason")
         if self._word == "returns":
             return
+        if self._word == "unusable":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_lose_the_process())
         try:
             await asyncio.sleep(600)
         finally:
