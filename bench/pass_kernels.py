@@ -192,7 +192,7 @@ def _vision_attention(load: Workload, device: torch.device) -> dict[str, Any]:
                 key,
                 value,
                 causal=False,
-                library=name,  # type: ignore[arg-type]
+                library=name,
             ),
             device=device,
         ).median_ms
