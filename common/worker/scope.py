@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from common.tensors.storage import Hold, Storage
     from common.worker.device import WorkerDevice
     from common.worker.governor import Governor
+    from common.worker.own_memory import OwnMemory
 
 INLINE_COPY_BYTES = 1 << 20
 """Larger copies into leases leave the event loop's thread."""
@@ -110,6 +111,7 @@ class StepScope:
         compute: Executor,
         device: WorkerDevice,
         governor: Governor | None = None,
+        own_memory: OwnMemory | None = None,
         publish: Callable[[Event], Awaitable[None]],
         spawn: Callable[[StepScope, Task, Work], None],
     ) -> None:
@@ -121,6 +123,7 @@ class StepScope:
         self._compute = compute
         self._device = device
         self._governor = governor
+        self._own_memory = own_memory
         self._publish = publish
         self._spawn = spawn
         self._held: list[Releasable] = []
@@ -158,10 +161,12 @@ class StepScope:
             else:
                 value = job()
                 self._device.wait()
+            end_ns = time.monotonic_ns()
+            self._look()
             span = WorkSpan(
                 task=task,
                 start_ns=start_ns,
-                end_ns=time.monotonic_ns(),
+                end_ns=end_ns,
                 sms=sms,
                 decode_rate=decode_rate,
             )
@@ -177,9 +182,29 @@ class StepScope:
 
         def checked() -> T:
             self.check()
-            return job()
+            try:
+                return job()
+            finally:
+                self._look()
 
         return await asyncio.get_running_loop().run_in_executor(self._compute, checked)
+
+    def _look(self) -> None:
+        """The process may have more memory of its device now, or less."""
+        if self._own_memory is not None:
+            self._own_memory.look()
+
+    async def return_memory(self, drop: Callable[[], object]) -> None:
+        """Drop what this epoch needs no more, and return its memory to the device.
+
+        Raises: StepOver if the epoch ends before it is done.
+        """
+
+        def dropped() -> None:
+            drop()
+            self._device.give_back()
+
+        await self.between_jobs(dropped)
 
     def spawn(self, task: Task, work: Work) -> None:
         """Run `work` beside the tasks; an error that it raises ends the epoch."""

@@ -68,6 +68,8 @@ class DecodeLoop:
     async def turns(self) -> AsyncIterator[Turn]:
         """Turn after turn, until every group of the step is complete or dropped.
 
+        The memory of the decode is the device's again when the last turn has been taken.
+
         Raises: StepOver when the epoch ends.
         """
         await self._scope.run(Task.DECODE, lambda: self._engine.begin_step(self._spec))
@@ -81,6 +83,7 @@ class DecodeLoop:
             timed = await self._scope.run(Task.DECODE, partial(self._turn, added, dropped))
             turn, waits, done = timed.value
             yield turn
+        await self._scope.return_memory(self._engine.release)
 
     def _turn(self, added: list[GroupRequest], dropped: list[GroupId]) -> tuple[Turn, bool, bool]:
         """Runs in the compute thread. Returns the turn, whether to wait, whether all is done."""

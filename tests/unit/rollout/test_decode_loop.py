@@ -100,6 +100,16 @@ async def test_every_group_is_admitted_in_order_and_finished_once(engine, scope)
     assert all(turn.start_ns <= turn.end_ns for turn in turns)
 
 
+async def test_the_memory_of_the_decode_is_free_when_it_is_over(engine, scope):
+    loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
+    for group in range(GROUPS):
+        loop.add(request(group))
+    held = []
+    await collect(loop, on_turn=lambda turn: held.append(engine.memory_bytes))
+    assert held[-1] > 0
+    assert engine.memory_bytes == 0
+
+
 async def test_the_window_is_announced_before_the_first_iteration(engine, scope):
     loop = DecodeLoop(engine, spec(), scope, live=LiveDecode.private())
     for group in range(GROUPS):
