@@ -138,15 +138,12 @@ def passes_by_kind(passes: Passes, device: torch.device) -> dict[str, Callable[[
 
     def prefix_both() -> None:
         prefix: PrefixKV = model.prefix_kv(passes.prompt, passes.no_vision)
-        loss = sum(k.float().sum() + v.float().sum() for k, v in zip(*_ends(prefix), strict=True))
+        ends = zip(prefix.keys, prefix.values, strict=True)
+        loss = sum(k.float().sum() + v.float().sum() for k, v in ends)
         assert isinstance(loss, torch.Tensor)
         loss.backward()
 
     return {"prefix": finished(without_graph), "prefix+backward": finished(prefix_both)}
-
-
-def _ends(prefix: PrefixKV) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return list(prefix.keys), list(prefix.values)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
-    add("--graphs", type=int, help="prefix graphs that are kept at a time; by default all")
+    add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
     add("--data-workers", type=int, default=4)
@@ -111,7 +111,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     rows=rows,
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
-                    prefix_graphs=options.graphs,
+                    prefix_graphs=_graphs(options.graphs),
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
@@ -124,6 +124,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if options.keep is not None:
             _keep(folder, options.keep)
     return _report(options, work, model, labels, runs, memory)
+
+
+def _graphs(text: str) -> int | str:
+    """As the recipe takes it, which refuses what is not legal."""
+    return int(text) if text.isdecimal() else text
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

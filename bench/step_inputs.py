@@ -75,7 +75,7 @@ def recipe(
     rows: Path,
     steps: int,
     checkpointing: bool,
-    prefix_graphs: int | None,
+    prefix_graphs: int | str,
     ahead: bool,
     data_workers: int,
 ) -> Recipe:

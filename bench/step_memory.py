@@ -6,11 +6,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from common.transport import open_channel
-from protos.rollplex.v1 import broker_pb2 as pb
-from protos.rollplex.v1 import broker_pb2_grpc
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -18,7 +14,6 @@ if TYPE_CHECKING:
     from rollplex.client import Client
 
 EVERY_S = 0.1
-_DEADLINE_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,12 +23,15 @@ class MemoryTrace:
     Attributes:
         times_s: of the samples.
         device_bytes: in use on the GPU by all processes; empty on a CPU.
-        ledger_bytes: handed out or reserved by the broker in the arena that workers compute in.
+        ledger_bytes: handed out or reserved by the broker in the arena that workers compute in,
+            with what the processes' allocators and contexts hold of it.
+        held_bytes: the latter alone.
     """
 
     times_s: list[float] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
     ledger_bytes: list[int] = field(default_factory=list)
+    held_bytes: list[int] = field(default_factory=list)
 
     def peak(self, values: list[int], start_s: float, end_s: float) -> int | None:
         """Largest of `values` between two times; None: there is none."""
@@ -53,26 +51,23 @@ async def memory_trace(client: Client, *, device: str) -> AsyncIterator[MemoryTr
         device: `cuda`: sample the first GPU too.
     """
     trace = MemoryTrace()
-    services = (await client.cluster()).services
-    (address,) = [s.grpc_address for s in services if s.participant == "broker/0"]
     gpu = _Gpu() if device == "cuda" else None
-    channel = open_channel(address, deadline_s=_DEADLINE_S)
-    sampling = asyncio.create_task(_sample(trace, broker_pb2_grpc.BrokerStub(channel), gpu))
+    sampling = asyncio.create_task(_sample(trace, client, gpu))
     try:
         yield trace
     finally:
         sampling.cancel()
         await asyncio.wait({sampling})
-        await channel.close()
         if not sampling.cancelled() and (error := sampling.exception()) is not None:
             raise error
 
 
-async def _sample(trace: MemoryTrace, stub: Any, gpu: _Gpu | None) -> None:
+async def _sample(trace: MemoryTrace, client: Client, gpu: _Gpu | None) -> None:
     while True:
-        ledger = await stub.GetLedger(pb.GetLedgerRequest(run_id="none"))
+        arena = (await client.ledger()).arena()
         trace.times_s.append(time.monotonic())
-        trace.ledger_bytes.append(ledger.used_bytes)
+        trace.ledger_bytes.append(arena.total_bytes)
+        trace.held_bytes.append(arena.held_bytes)
         if gpu is not None:
             trace.device_bytes.append(gpu.used_bytes())
         await asyncio.sleep(EVERY_S)

@@ -53,7 +53,9 @@ def run_figures(
     """Figures of one run that need no other run.
 
     Medians are over the timed steps. `control_plane_share` is the part of a step in which no work
-    of any kind runs; `mfu` is the arithmetic of `bench.step_flops` over step time and ceiling.
+    of any kind runs; `graphs_kept`, `prefixes_recomputed` and `graph_peak_gib` say how many
+    prefixes kept their graph, how many ran forward again, and what the graphs took; `mfu` is the
+    arithmetic of `bench.step_flops` over step time and ceiling.
     """
     steps = timed_steps(run_dir, warm_up=warm_up)
     spans = spans_of(run_dir, steps)
@@ -76,6 +78,7 @@ def run_figures(
     start_s, end_s = min(s.start_s for s in spans), max(s.end_s for s in spans)
     device_peak = memory.peak(memory.device_bytes, start_s, end_s)
     ledger_peak = memory.peak(memory.ledger_bytes, start_s, end_s)
+    held_peak = memory.peak(memory.held_bytes, start_s, end_s)
     return {
         "steps": len(steps),
         "step_s": step_s,
@@ -86,6 +89,8 @@ def run_figures(
         "control_plane_share": statistics.median(_idle_share(step, spans) for step in steps),
         "peak_hbm_gib": None if device_peak is None else device_peak / _GIB,
         "peak_ledger_gib": None if ledger_peak is None else ledger_peak / _GIB,
+        "peak_held_gib": None if held_peak is None else held_peak / _GIB,
+        "graph_peak_gib": max(s.metrics.get("graph_bytes_peak", 0.0) for s in steps) / _GIB,
         **medians,
     }
 

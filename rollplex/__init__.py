@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from common.step.plan import StepMode
     from rollplex.client import Client
+    from rollplex.ledger import Ledger, LedgerArena, LedgerEntry
     from rollplex.models import (
         Checkpoint,
         Cluster,
@@ -50,6 +51,9 @@ _HOMES = {
     "DeadlineExceeded": "common.errors",
     "FailedPrecondition": "common.errors",
     "InvalidArgument": "common.errors",
+    "Ledger": "rollplex.ledger",
+    "LedgerArena": "rollplex.ledger",
+    "LedgerEntry": "rollplex.ledger",
     "NotFound": "common.errors",
     "Recipe": "common.config.recipe",
     "ResourceExhausted": "common.errors",
@@ -74,6 +78,9 @@ __all__ = [
     "DeadlineExceeded",
     "FailedPrecondition",
     "InvalidArgument",
+    "Ledger",
+    "LedgerArena",
+    "LedgerEntry",
     "NotFound",
     "Recipe",
     "ResourceExhausted",

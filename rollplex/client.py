@@ -6,15 +6,16 @@ import asyncio
 import time
 import uuid
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.config.deployment import load_deployment
 from common.config.recipe import Recipe
 from common.errors import DeadlineExceeded, Unavailable
 from common.transport import open_channel
+from protos.rollplex.v1 import broker_pb2, broker_pb2_grpc, control_pb2_grpc
 from protos.rollplex.v1 import control_pb2 as pb
-from protos.rollplex.v1 import control_pb2_grpc
 from rollplex.conversion import cluster_from_proto, run_from_proto, update_from_proto
+from rollplex.ledger import ledger_from_proto
 from rollplex.models import Checkpoint, Cluster, Run, RunUpdate
 from rollplex.recipes import absolute_paths, load_recipe
 
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from rollplex.ledger import Ledger
+
 _CALL = timedelta(seconds=30)
 _CREATE = timedelta(minutes=5)
 _CHECKPOINT = timedelta(minutes=30)
 _RECONNECT_PAUSE_S = 0.5
+_BROKER = "broker/0"
 
 
 class Client:
@@ -41,6 +45,7 @@ class Client:
         self.address = address
         self._channel = open_channel(address, deadline_s=_CALL.total_seconds())
         self._stub = control_pb2_grpc.ControlStub(self._channel)
+        self._broker_channel: Any = None
 
     @classmethod
     async def connect(
@@ -67,7 +72,8 @@ class Client:
         return client
 
     async def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connections. Idempotent."""
+        await self._forget_broker()
         await self._channel.close()
 
     async def __aenter__(self) -> Client:
@@ -187,6 +193,37 @@ class Client:
     async def cluster(self) -> Cluster:
         """Which processes are registered, and what they do."""
         return cluster_from_proto(await self._stub.GetCluster(pb.GetClusterRequest()))
+
+    async def ledger(self) -> Ledger:
+        """The memory of the node: who holds how many bytes until when.
+
+        The memory broker itself is asked, at the address that it is registered with.
+
+        Raises:
+            Unavailable: no broker is registered, or it does not answer.
+        """
+        if self._broker_channel is None:
+            address = await self._broker_address()
+            self._broker_channel = open_channel(address, deadline_s=_CALL.total_seconds())
+        stub = broker_pb2_grpc.BrokerStub(self._broker_channel)
+        try:
+            return ledger_from_proto(await stub.GetLedger(broker_pb2.GetLedgerRequest()))
+        except Unavailable:
+            # The next one may be at another address.
+            await self._forget_broker()
+            raise
+
+    async def _broker_address(self) -> str:
+        cluster = await self.cluster()
+        for entry in cluster.services:
+            if entry.participant == _BROKER:
+                return entry.grpc_address
+        raise Unavailable(f"no {_BROKER} is registered with the controller at {self.address}")
+
+    async def _forget_broker(self) -> None:
+        channel, self._broker_channel = self._broker_channel, None
+        if channel is not None:
+            await channel.close()
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -107,13 +107,14 @@ class Deployment(FrozenConfig):
     there are no shares and work takes turns; for rehearsals."""
     governor_table: Path | None = None
     """Co-run rates that the shares are chosen by, and by them alone: TOML or JSON, or a folder of
-    JSON files such as the `governor` folder of a run (`common.governor.table`). Unset: those of an
-    H200, scaled to the GPU's SMs, until enough is measured."""
+    JSON files such as the `governor` folder of a run (`common.governor.table`). Relative: as for
+    `state_dir`. Unset: those of an H200, scaled to the GPU's SMs, until enough is measured."""
     arena_gib: float = Field(default=4.0, gt=0)
     """Memory of the machine that the broker may hand out, in GiB."""
     hbm_budget_gib: float | None = Field(default=None, gt=0)
     """Memory of each GPU that the broker may hand out and reserve, in GiB; unset: all of it less
-    8 GiB (at most a quarter) for what is in no ledger, such as the processes' CUDA contexts."""
+    8 GiB (at most a quarter) for what the processes take themselves, such as their CUDA contexts.
+    What they take is counted too, and a GPU that is full keeps a request waiting below this."""
     spill_gib: float | None = Field(default=None, ge=0)
     """Memory of the machine for what is moved out of arenas while nobody needs it, such as the
     optimizer's state beside a rollout, in GiB; on a GPU node it is pinned. 0: nothing is moved.
@@ -130,10 +131,10 @@ class Deployment(FrozenConfig):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines that are written."""
 
-    @field_validator("state_dir")
+    @field_validator("state_dir", "governor_table")
     @classmethod
-    def _absolute(cls, state_dir: Path) -> Path:
-        return state_dir.expanduser().absolute()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser().absolute()
 
     @field_validator("services")
     @classmethod
@@ -235,6 +236,11 @@ class Deployment(FrozenConfig):
     def broker_socket(self) -> Path:
         """Unix socket of the broker's data plane."""
         return self.socket_dir / "broker.sock"
+
+    @property
+    def context_lock(self) -> Path:
+        """File that is locked by whoever creates and measures a CUDA context."""
+        return self.state_dir / "cuda-context.lock"
 
     @property
     def hub_address(self) -> str:

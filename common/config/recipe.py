@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -138,9 +138,13 @@ class TrainingConfig(FrozenConfig):
     ahead_reference_groups: int | None = Field(default=None, ge=0)
     """Most groups of the next step whose reference prefix K/V are kept on the device meanwhile.
     Unset: all of them."""
-    prefix_graphs: int | None = Field(default=None, ge=1)
-    """Most groups whose policy prefix keeps its graph at a time; those of the others run again in
-    their backward. Unset: all of a step, which is the fastest where they fit."""
+    prefix_graphs: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = "auto"
+    """Most groups whose policy prefix keeps its graph at a time; those of the others run forward
+    again in their backward. auto: on a GPU as many as there is memory for, which is measured, and
+    always one; elsewhere all. all: those of a whole step. The update is the same."""
+    graph_reserve_gib: float = Field(default=16.0, ge=0)
+    """Of a GPU's memory, what `prefix_graphs = "auto"` leaves for what the step still needs: the
+    learner's response pass, the rollout's K/V, workspaces. In GiB."""
     spill_optimizer: bool | Literal["auto"] = "auto"
     """Whether the optimizer's state lies in the host's memory while no update needs it, so that its
     device memory serves the rest of the step. auto: on a GPU; the update is the same."""

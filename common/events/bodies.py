@@ -26,6 +26,8 @@ class StepBegan:
     """First event of an epoch."""
 
     plan: StepPlan
+    lease_room_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By arena, ``cpu`` or a GPU's UUID: what the step's leases may come to together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,9 @@ class PrefixEncoded:
     role: ModelRole
     lease: LeaseId
     weights_version: WeightsVersion
+    graph_bytes: int | None = None
+    """Device memory of the policy's graph, which stays in the process; 0: not measured; None: no
+    graph stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +148,11 @@ class ResponsesTrained:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixBackpropagated:
     """The prefix part is accumulated: the group is done."""
+
+    recomputed: bool = False
+    """Whether no graph had stayed, so that the prefix ran forward again."""
+    recompute_s: float = 0.0
+    """Time of that forward, a part of the event's work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,8 +156,10 @@ _Codec = tuple[str, Callable[[Any], Any], Callable[[Any], Body]]
 _CODECS: dict[type[Any], _Codec] = {
     bodies.StepBegan: (
         "step_began",
-        lambda b: events_pb2.StepBegan(plan=b.plan.to_proto()),
-        lambda m: bodies.StepBegan(plan=StepPlan.from_proto(m.plan)),
+        lambda b: events_pb2.StepBegan(plan=b.plan.to_proto(), lease_room_bytes=b.lease_room_bytes),
+        lambda m: bodies.StepBegan(
+            plan=StepPlan.from_proto(m.plan), lease_room_bytes=dict(m.lease_room_bytes)
+        ),
     ),
     bodies.StepAborted: (
         "step_aborted",
@@ -198,12 +200,16 @@ _CODECS: dict[type[Any], _Codec] = {
     bodies.PrefixEncoded: (
         "prefix_encoded",
         lambda b: events_pb2.PrefixEncoded(
-            role=b.role, lease=b.lease, weights_version=b.weights_version
+            role=b.role,
+            lease=b.lease,
+            weights_version=b.weights_version,
+            graph_bytes=b.graph_bytes,
         ),
         lambda m: bodies.PrefixEncoded(
             role=ModelRole(m.role),
             lease=LeaseId(m.lease),
             weights_version=WeightsVersion(m.weights_version),
+            graph_bytes=m.graph_bytes if m.HasField("graph_bytes") else None,
         ),
     ),
     bodies.WindowOpened: (
@@ -252,8 +258,10 @@ _CODECS: dict[type[Any], _Codec] = {
     ),
     bodies.PrefixBackpropagated: (
         "prefix_backpropagated",
-        lambda _: events_pb2.PrefixBackpropagated(),
-        lambda _: bodies.PrefixBackpropagated(),
+        lambda b: events_pb2.PrefixBackpropagated(
+            recomputed=b.recomputed, recompute_s=b.recompute_s
+        ),
+        lambda m: bodies.PrefixBackpropagated(recomputed=m.recomputed, recompute_s=m.recompute_s),
     ),
     bodies.WeightsPublished: (
         "weights_published",

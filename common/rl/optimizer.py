@@ -23,6 +23,8 @@ from common.errors import InvalidArgument
 from common.rl.errors import ShapeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.rl.config import AlgorithmConfig
 
 
@@ -133,16 +135,27 @@ def normalise(gradients_P: Tensor, tokens: int) -> None:
     gradients_P.div_(tokens)
 
 
-def clip_by_global_norm(gradients_P: Tensor, max_norm: float) -> float:
-    """Scale gradients down, in place, to a norm of at most `max_norm`.
+def global_norm(gradients_P: Tensor) -> float:
+    """The norm of all gradients, where one process has them all.
 
-    Returns: the norm before. If it is NaN or infinite, nothing is changed.
     Memory: a float64 copy of `NORM_PART` elements. Sync: one.
     """
     norms = [
         torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients_P.split(NORM_PART)
     ]
-    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def clip_by_global_norm(
+    gradients_P: Tensor, max_norm: float, *, norm_of: Callable[[Tensor], float] = global_norm
+) -> float:
+    """Scale gradients down, in place, to a norm of at most `max_norm`.
+
+    Args:
+        norm_of: the norm of all gradients, of which `gradients_P` may be one rank's part.
+    Returns: the norm before. If it is NaN or infinite, nothing is changed.
+    """
+    norm = norm_of(gradients_P)
     if math.isfinite(norm) and norm > max_norm:
         gradients_P.mul_(max_norm / norm)
     return norm
@@ -155,16 +168,18 @@ def apply_update(
     tokens: int,
     max_norm: float,
     learning_rate: float,
+    norm_of: Callable[[Tensor], float] = global_norm,
 ) -> UpdateReport:
     """Normalise, clip and apply the accumulated gradients; skip them if they are not finite.
 
     Args:
         gradients_P: [P] of the masters' dtype, unnormalised sums; changed in place.
         tokens: response tokens of the step.
+        norm_of: as for `clip_by_global_norm`.
     Raises: InvalidArgument if there are no tokens.
     """
     normalise(gradients_P, tokens)
-    norm = clip_by_global_norm(gradients_P, max_norm)
+    norm = clip_by_global_norm(gradients_P, max_norm, norm_of=norm_of)
     finite = math.isfinite(norm)
     if finite:
         optimizer.step(gradients_P, learning_rate=learning_rate)

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
     from common.step.tasks import Task
 
 
+Subject = tuple["Task", "GroupId | None"]
+Admits = Callable[["StepView", Collection[Subject], Subject], bool]
+"""Whether memory lets a task of a group start: by the step's events, and by what was started, of
+which not all need have come back as an event."""
+
+
+def _always(_view: StepView, _started: Collection[Subject], _wanted: Subject) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
     """Tasks that share one executor, in order of preference."""
@@ -31,6 +42,9 @@ class Lane:
     """How many may run at once."""
     strict: bool = False
     """Whether a task of group g waits until it was started for all living groups before g."""
+    admits: Admits = _always
+    """Asked last of all, whenever a task could start; a task that is not admitted is passed over,
+    and asked for again after the next event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +94,7 @@ class StepMachine:
         """Fold one event of the node's order and say what follows."""
         instructions: list[Instruction] = []
         if isinstance(event.body, bodies.StepBegan):
-            return [*self._end("superseded"), *self._begin(event.body.plan)]
+            return [*self._end("superseded"), *self._begin(event.body)]
         if self.view is None or not self.view.apply(event):
             return []
         if self.view.aborted is not None:
@@ -105,9 +119,13 @@ class StepMachine:
         """Tasks that have been started and have not ended."""
         return list(self._running)
 
-    def _begin(self, plan: StepPlan) -> list[Instruction]:
-        self.view = StepView(plan, needs_reference=self._needs_reference)
-        return [StartStep(plan=plan), *self._start_tasks()]
+    def _begin(self, began: bodies.StepBegan) -> list[Instruction]:
+        self.view = StepView(
+            began.plan,
+            needs_reference=self._needs_reference,
+            lease_room_bytes=began.lease_room_bytes,
+        )
+        return [StartStep(plan=began.plan), *self._start_tasks()]
 
     def _end(self, reason: str) -> list[Instruction]:
         if self.view is None:
@@ -135,8 +153,9 @@ class StepMachine:
             for group in self.view.subjects(task):
                 if (task, group) in self._started:
                     continue
-                if self.view.may_start(task, group):
-                    return task, group
+                wanted = (task, group)
+                if self.view.may_start(*wanted) and lane.admits(self.view, self._started, wanted):
+                    return wanted
                 if lane.strict:
                     break
         return None

@@ -17,6 +17,8 @@ from common.step.schedule import ORDER, TABLE, AccumulationOrder, Condition
 from common.step.tasks import AHEAD, Task
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from common.ids import GroupId, LeaseId, WeightsVersion
 
 EVAL_TASKS: frozenset[Task] = frozenset(
@@ -77,8 +79,16 @@ class AheadView:
 class StepView:
     """The folded state of one epoch of one step."""
 
-    def __init__(self, plan: StepPlan, *, needs_reference: bool) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        *,
+        needs_reference: bool,
+        lease_room_bytes: Mapping[str, int] | None = None,
+    ) -> None:
+        """Args: lease_room_bytes: of `StepBegan`."""
         self.plan = plan
+        self.lease_room_bytes = lease_room_bytes or {}
         self.needs_reference = needs_reference
         self.groups: dict[GroupId, GroupView] = {
             g.group: GroupView(group=g.group, split=g.split, sample=g.sample) for g in plan.groups

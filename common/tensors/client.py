@@ -1,8 +1,9 @@
 """A process's side of the memory broker's data plane. Needs no torch.
 
-Awaited calls belong to the event loop that connected. One-way calls (`seal`, `abandon`, `release`)
-may come from any thread. All leases and holds of a process end with its connection. Children have
-to be spawned, not forked: a forked one keeps the connection open, and so its parent's death unseen.
+Awaited calls belong to the event loop that connected. One-way calls (`seal`, `abandon`, `release`,
+`report_held`) may come from any thread. All leases and holds of a process end with its connection.
+Children have to be spawned, not forked: a forked one keeps the connection open, and so its parent's
+death unseen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from common.tensors.host import HostPages
     from common.tensors.mapping import Mapping
     from common.tensors.reaper import CudaEvent
-    from common.tensors.spec import TensorSpec
+    from common.tensors.spec import Held, TensorSpec
     from common.tensors.storage import StorageSpec
 
 _CONTROL_S = 10.0
@@ -292,6 +293,14 @@ class BrokerClient:
         """
         request = pb.Reserve(run_id=run_id, name=name, bytes=size_bytes, placement=placement)
         await self._connection.ask(pb.BrokerRequest(reserve=request), timeout_s=_CONTROL_S)
+
+    def report_held(self, name: Held, size_bytes: int) -> None:
+        """Tell the ledger what this process has taken of its device itself; 0: nothing.
+
+        Never refused; replaces what was told before under this name. Any thread; waits for nothing.
+        """
+        report = pb.ReportHeld(name=name, bytes=size_bytes)
+        self._connection.tell(pb.BrokerRequest(report_held=report))
 
     def _lease(
         self, lease_id: LeaseId, handle: pb.TensorHandle, mapping: Mapping, *, producer: bool

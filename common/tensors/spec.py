@@ -73,6 +73,15 @@ class Placement(StrEnum):
     """Memory of the GPU that the participant computes on."""
 
 
+class Held(StrEnum):
+    """What a process takes of its device beside the broker's memory."""
+
+    ALLOCATOR = "allocator"
+    """Its own allocator: activations, graphs, workspaces, and what it caches."""
+    CONTEXT = "context"
+    """Its CUDA context."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One named tensor of an allocation, dense and row-major.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -18,26 +19,37 @@ from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
 from common.weights.layout import TensorEntry, WeightLayout, missing_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torch import Tensor
     from transformers import Qwen2_5_VLConfig
+
+    from common.vlm.parallel.shards import Shard
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 DEFAULT_SHARD_BYTES = 2 * 1024**3
 
 
-def load_checkpoint(path: str | Path, layout: WeightLayout, flat: Tensor) -> None:
+def load_checkpoint(
+    path: str | Path,
+    layout: WeightLayout,
+    flat: Tensor,
+    *,
+    shards: Mapping[str, Shard] | None = None,
+) -> None:
     """Fill flat weights from a model folder, cast to the buffer's dtype.
 
     No more than one tensor of the checkpoint is held beside the buffer.
 
     Args:
         path: folder with one safetensors file or an index of several.
-        layout: must be of the whole model (world 1).
+        layout: of the whole model (world 1), or with `shards` of a rank.
         flat: [total_elements]; written, padding set to zero. Undefined after an error.
+        shards: the rank's part of every tensor; nothing else is read from the files.
     Raises: ModelFilesError for an absent or unreadable file; MissingWeight or UnexpectedWeight
         naming the tensors; LayoutMismatch for a tensor of another shape.
     """
-    targets = _whole_views(layout, flat)
+    targets = _whole_views(layout, flat) if shards is None else views(flat, layout)
     flat.zero_()
     loaded: set[str] = set()
     unexpected: list[str] = []
@@ -47,7 +59,9 @@ def load_checkpoint(path: str | Path, layout: WeightLayout, flat: Tensor) -> Non
                 for disk_name in shard.keys():  # noqa: SIM118 - not a mapping
                     name = in_memory_name(disk_name)
                     if name in targets:
-                        _copy(shard.get_tensor(disk_name), targets[name], f"{file}: {disk_name}")
+                        part = None if shards is None else shards[name]
+                        source = _read(shard, disk_name, part)
+                        _copy(source, targets[name], f"{file}: {disk_name}")
                         loaded.add(name)
                     elif name not in layout.aliases:
                         unexpected.append(disk_name)
@@ -72,34 +86,63 @@ def save_checkpoint(
 ) -> None:
     """Write configuration and weights as the library itself would name them.
 
-    No more than one shard is held beside the buffer. Tokenizer and processor files are not this
+    As `write_checkpoint`, from one buffer of all weights.
+
+    Args:
+        path, config, max_shard_bytes: as there.
+        layout: must be of the whole model (world 1).
+        flat: [total_elements], any device.
+    Raises: LayoutMismatch if the buffer does not fit the layout.
+    """
+    tensors = _whole_views(layout, flat)
+    write_checkpoint(
+        path,
+        config,
+        layout,
+        lambda entry: tensors[entry.name],
+        dtype=flat.dtype,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: Qwen2_5_VLConfig,
+    layout: WeightLayout,
+    whole: Callable[[TensorEntry], Tensor],
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write configuration and weights, asking for one whole tensor after the other.
+
+    No more than one file's tensors are held at once. Tokenizer and processor files are not this
     function's. Files are written in place: a caller that needs all or nothing writes to a new
     folder and renames it.
 
     Args:
         path: folder; made if absent.
-        config: left unchanged; saved with the layout's dtype.
+        config: left unchanged; saved with `dtype`.
         layout: must be of the whole model (world 1).
-        flat: [total_elements], any device.
+        whole: the weights of an entry, any device; called once an entry, in the layout's order.
+        dtype: of these weights.
         max_shard_bytes: a file is closed before it exceeds this, unless one tensor does.
-    Raises: LayoutMismatch if the buffer does not fit the layout.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = _whole_views(layout, flat)
-    shards = _shards(layout, flat.element_size(), max_shard_bytes)
+    shards = _shards(layout, dtype.itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, entries in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = {on_disk_name(e.name): tensors[e.name].detach().cpu().clone() for e in entries}
+        content = {on_disk_name(e.name): whole(e).detach().cpu().clone() for e in entries}
         save_file(content, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(content, file))
-    total_bytes = sum(entry.numel for entry in layout.entries) * flat.element_size()
+    total_bytes = sum(entry.numel for entry in layout.entries) * dtype.itemsize
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
     saved = copy.deepcopy(config)
     saved.architectures = [ARCHITECTURE]
-    saved.dtype = flat.dtype
+    saved.dtype = dtype
     saved.save_pretrained(folder)
 
 
@@ -110,6 +153,19 @@ def _whole_views(layout: WeightLayout, flat: Tensor) -> dict[str, Tensor]:
         raise LayoutMismatch(f"{flat.numel()} elements for a layout of {layout.total_elements}")
     torch_dtype(layout)
     return views(flat, layout)
+
+
+def _read(file: Any, disk_name: str, part: Shard | None) -> Tensor:
+    """A tensor of an open file, or a rank's part of it.
+
+    Raises: LayoutMismatch if the whole tensor has another shape than the part is of.
+    """
+    if part is None:
+        return file.get_tensor(disk_name)
+    stored = file.get_slice(disk_name)
+    if (shape := tuple(stored.get_shape())) != part.whole:
+        raise LayoutMismatch(f"{disk_name} has shape {shape}; the model has {part.whole}")
+    return torch.cat([stored[tuple(slice(*one) for one in box.ranges)] for box in part.boxes])
 
 
 def _copy(source: Tensor, target: Tensor, where: str) -> None:

@@ -162,7 +162,7 @@ def _advance(
         _write(pool, step, number, key, value)
         attended = _attend(pool, step, number, query)
         hidden = layers.finish(layer, hidden, attended)
-    return model.head(model.language.norm(hidden))
+    return model.logits(model.language.norm(hidden))
 
 
 def _write(pool: DecodePool, step: _Step, layer: int, key: Tensor, value: Tensor) -> None:

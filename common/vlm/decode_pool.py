@@ -56,6 +56,7 @@ class DecodePool:
         response_tokens: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_heads: int | None = None,
     ) -> None:
         """Allocate the pool.
 
@@ -66,9 +67,11 @@ class DecodePool:
             prefix_tokens: longest prefix, the last prompt token not counted.
             response_tokens: most tokens that a lane can be fed.
             dtype, device: of keys and values.
+            kv_heads: of a tensor-parallel rank, from `SplitModel.kv_heads`; all if not given.
         """
         text = text_config(config)
-        heads, width = text.num_key_value_heads, head_dim(config)
+        heads = text.num_key_value_heads if kv_heads is None else kv_heads
+        width = head_dim(config)
         layers = text.num_hidden_layers
         self.groups, self.samples = groups, samples
         self.prefix_tokens, self.response_tokens = prefix_tokens, response_tokens

@@ -17,6 +17,10 @@ class UnsupportedModel(InvalidArgument):
     """A model type, or a setting of one, that the split pass does not implement."""
 
 
+class DegreeInvalid(InvalidArgument):
+    """A number of tensor-parallel ranks over which a model cannot be split."""
+
+
 class PromptInvalid(InvalidArgument):
     """A prompt whose tokens, grids and pixels do not agree."""
 

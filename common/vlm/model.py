@@ -18,7 +18,7 @@ from common.vlm import layers
 from common.vlm.attention import AttentionBackend, SdpaAttention, packed_indices
 from common.vlm.checkpointing import run_block
 from common.vlm.errors import PromptInvalid, ResponseInvalid
-from common.vlm.loading import text_config
+from common.vlm.loading import head_dim, text_config
 from common.vlm.prefix import PrefixKV
 from common.vlm.prompt import IMAGE, TEXT, VIDEO, PromptTensors
 from common.vlm.steps import LayerSteps, PlainSteps
@@ -71,6 +71,12 @@ class SplitModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.language.embed_tokens.weight.device
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads that this process computes: all of them, or a tensor-parallel rank's."""
+        rows = self.language.layers[0].self_attn.k_proj.out_features
+        return int(rows // head_dim(self.config))
 
     @property
     def fused(self) -> bool:
@@ -183,6 +189,10 @@ class SplitModel:
             suppressed=suppressed,
             chunk_tokens=self._logit_chunk_tokens,
         )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, C] over the whole vocabulary, of normed hidden states [R, h]; without gradients."""
+        return self._steps.logits(self.head, hidden)
 
     def _response_hidden(
         self,

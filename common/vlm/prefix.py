@@ -76,13 +76,21 @@ class PrefixKV:
         )
 
 
-def packed_shape(config: Qwen2_5_VLConfig, prefix_tokens: int) -> tuple[int, int, int, int, int]:
-    """[L, 2, K, P, D] of a prefix of this model."""
+def packed_shape(
+    config: Qwen2_5_VLConfig, prefix_tokens: int, *, kv_heads: int | None = None
+) -> tuple[int, int, int, int, int]:
+    """[L, 2, K, P, D] of a prefix of this model.
+
+    Args:
+        config: of the whole model.
+        prefix_tokens: P.
+        kv_heads: K of a tensor-parallel rank, from `SplitModel.kv_heads`; all if not given.
+    """
     text = text_config(config)
     return (
         text.num_hidden_layers,
         2,
-        text.num_key_value_heads,
+        text.num_key_value_heads if kv_heads is None else kv_heads,
         prefix_tokens,
         head_dim(config),
     )

@@ -43,6 +43,9 @@ class LayerSteps(Protocol):
     def finish(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
         """[S, h]: output projection, residual and MLP, of what entered the layer and [H, S, D]."""
 
+    def logits(self, head: Any, hidden: Tensor) -> Tensor:
+        """[S, C] over the whole vocabulary, of normed hidden states [S, h]; no gradient follows."""
+
     def logprobs(
         self,
         head: Any,
@@ -85,6 +88,10 @@ class PlainSteps:
     def finish(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
         """See `LayerSteps.finish`."""
         return layers.finish(layer, hidden, attended)
+
+    def logits(self, head: Any, hidden: Tensor) -> Tensor:
+        """See `LayerSteps.logits`."""
+        return head(hidden)
 
     def logprobs(
         self,

@@ -35,6 +35,7 @@ def tiny_config(
     heads: int = 4,
     kv_heads: int = 2,
     vision_hidden_size: int = 32,
+    vision_heads: int = 2,
     patch_size: int = 14,
     tie_word_embeddings: bool = False,
 ) -> Qwen2_5_VLConfig:
@@ -70,7 +71,7 @@ def tiny_config(
             "depth": 2,
             "hidden_size": vision_hidden_size,
             "intermediate_size": 2 * vision_hidden_size,
-            "num_heads": 2,
+            "num_heads": vision_heads,
             "patch_size": patch_size,
             "window_size": 4 * patch_size,
             "fullatt_block_indexes": [1],

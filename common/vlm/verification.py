@@ -138,7 +138,7 @@ def split_backward(
     prompt = case.prompt
     vision = split.vision_embeddings(prompt, checkpointing=checkpointing)
     prefix = split.prefix_kv(prompt, vision, checkpointing=checkpointing)
-    shape = packed_shape(split.config, prompt.prefix_tokens)
+    shape = packed_shape(split.config, prompt.prefix_tokens, kv_heads=split.kv_heads)
     buffer = torch.zeros(shape, dtype=split.dtype, device=split.device)
     gradient = torch.zeros_like(buffer)
     prefix.pack(buffer)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
 from common.weights.layout import TensorEntry, WeightLayout, missing_error
@@ -70,7 +71,7 @@ def bind_parameters(
     With an accumulator, trainable parameters require a gradient and their ``.grad`` is a view of
     it, in its dtype: a backward then adds in place, in the accumulator's precision. Never set
     ``.grad`` to None afterwards; zero the accumulator instead. Without one, nothing requires a
-    gradient.
+    gradient. A parameter that is a DTensor stays one; the layout and the buffers are the rank's.
 
     Args:
         model: its parameters may be on the meta device; they are replaced.
@@ -94,9 +95,10 @@ def bind_parameters(
     parameters: dict[str, nn.Parameter] = {}
     for name, weight in weights.items():
         module, leaf = owners[name]
-        if (shape := tuple(getattr(module, leaf).shape)) != tuple(weight.shape):
+        old = getattr(module, leaf)
+        if (shape := _local_shape(old)) != tuple(weight.shape):
             raise LayoutMismatch(f"{name} is {shape} in the model and {tuple(weight.shape)} here")
-        parameters[name] = _parameter(weight, gradients.get(name))
+        parameters[name] = _parameter(old, weight, gradients.get(name))
     for name, (module, leaf) in owners.items():
         setattr(module, leaf, parameters[layout.aliases.get(name, name)])
 
@@ -130,10 +132,22 @@ def _parameter_owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return owners
 
 
-def _parameter(weight: Tensor, gradient: Tensor | None) -> nn.Parameter:
-    parameter = nn.Parameter(weight, requires_grad=gradient is not None)
+def _local_shape(parameter: Tensor) -> tuple[int, ...]:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return tuple(local.shape)
+
+
+def _parameter(old: Tensor, weight: Tensor, gradient: Tensor | None) -> nn.Parameter:
+    parameter = nn.Parameter(_placed_like(old, weight), requires_grad=gradient is not None)
     if gradient is not None:
         # autograd casts each contribution to the accumulator's dtype before it adds
         parameter.grad_dtype = gradient.dtype
-        parameter.grad = gradient
+        parameter.grad = _placed_like(old, gradient)
     return parameter
+
+
+def _placed_like(old: Tensor, local: Tensor) -> Tensor:
+    """The rank's part of a distributed parameter, without a copy; else the tensor itself."""
+    if not isinstance(old, DTensor):
+        return local
+    return DTensor.from_local(local, old.device_mesh, old.placements, run_check=False)

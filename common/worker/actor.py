@@ -154,8 +154,9 @@ class WorkerActor(Actor[Message]):
 
     def _memory_wanted(self, wanted: MemoryWanted) -> None:
         """Between two compute jobs; see `WorkerDevice.give_back`."""
-        if wanted.device == (self._device.uuid or HOST):
-            self._compute.submit(self._device.give_back)
+        own_memory = self._holder.own_memory
+        if own_memory is not None and wanted.device == (self._device.uuid or HOST):
+            self._compute.submit(own_memory.give_back)
 
     def _is_from_before(self, event: Event) -> bool:
         """Whether it begins an epoch in which this worker, as it is configured now, has no part.
@@ -191,11 +192,13 @@ class WorkerActor(Actor[Message]):
                     assert self._machine.view is not None
                     assert self._holder.run is not None
                     assert self._holder.link is not None
+                    assert self._holder.own_memory is not None
                     self._last_seen = (plan.run_id, plan.step, plan.epoch)
                     self._epochs.begin(
                         self._machine.view,
                         self._holder.run,
                         self._holder.link,
+                        self._holder.own_memory,
                         self._holder.governor,
                     )
                 case StartTask(task=task, group=group):

@@ -49,6 +49,12 @@ class RunContext:
         """Dtype of masters, moments and gradients: float32, or float64 for float64 weights."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
+    @property
+    def spills_optimizer(self) -> bool:
+        """Whether the optimizer's state leaves the device while no update needs it."""
+        wanted = self.recipe.training.spill_optimizer
+        return self.device.type == "cuda" if wanted == "auto" else wanted
+
     def peer(self, service: Service) -> Participant:
         """The process of another service that works with this one: the same rank."""
         return Participant(service=service, rank=self.participant.rank)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from common.gpu.context import open_context
 from common.gpu.driver import CudaMissing, device_uuid
 from common.gpu.health import watch
 
@@ -54,14 +55,16 @@ class WorkerDevice:
     Attributes:
         torch: with its number in this process.
         uuid: of a GPU, for `BrokerClient.connect`; empty: the CPU.
+        context_bytes: of the device, for this process's CUDA context; 0: it has none.
     """
 
     torch: torch.device
     uuid: str
+    context_bytes: int = 0
 
     @classmethod
     def of(cls, deployment: Deployment, participant: Participant) -> WorkerDevice:
-        """Rank r computes on the r-th GPU that its process sees.
+        """Rank r computes on the r-th GPU that its process sees. Opens its context.
 
         Raises:
             CudaMissing: there is no such GPU.
@@ -74,7 +77,11 @@ class WorkerDevice:
                 f'device = "cuda": {participant} needs GPU {ordinal}, and its process sees '
                 f"{visible}; lower the ranks of {participant.service}, or make more GPUs visible"
             )
-        return cls(torch=torch.device("cuda", ordinal), uuid=device_uuid(ordinal))
+        return cls(
+            torch=torch.device("cuda", ordinal),
+            uuid=device_uuid(ordinal),
+            context_bytes=open_context(ordinal, lock=deployment.context_lock),
+        )
 
     def enter(self) -> None:
         """Make it the calling thread's default; for the start of every thread that computes."""

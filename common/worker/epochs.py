@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from common.worker.device import WorkerDevice
     from common.worker.governor import Governor
     from common.worker.link import Link
+    from common.worker.own_memory import OwnMemory
     from common.worker.work import RunWork, StepWork
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class EpochWork:
         self._idle = asyncio.Event()
         self._idle.set()
         self._cause_id = ""
+        self._own_memory: OwnMemory | None = None
         self._keeps_cache = False
 
     @property
@@ -85,7 +87,12 @@ class EpochWork:
         return not self._jobs
 
     def begin(
-        self, view: StepView, run: RunWork, link: Link, governor: Governor | None = None
+        self,
+        view: StepView,
+        run: RunWork,
+        link: Link,
+        own_memory: OwnMemory,
+        governor: Governor | None = None,
     ) -> None:
         """Start an epoch. One that cannot be started is reported as failed."""
         scope = StepScope(
@@ -95,10 +102,12 @@ class EpochWork:
             compute=self._compute,
             device=self._device,
             governor=governor,
+            own_memory=own_memory,
             publish=link.bus.publish,
             spawn=self._spawn_beside,
         )
         self._scope = scope
+        self._own_memory = own_memory
         self._keeps_cache = run.keeps_cache
         try:
             self._work = run.begin(scope)
@@ -138,7 +147,8 @@ class EpochWork:
             return
         log.debug("step ended", extra={"step": scope.plan.step, "reason": reason})
         scope.end()
-        keeps_cache = self._keeps_cache
+        keeps_cache, own_memory = self._keeps_cache, self._own_memory
+        assert own_memory is not None
         for name, job in self._jobs.items():
             if job.scope is scope:
                 self._cancel(name)
@@ -151,8 +161,7 @@ class EpochWork:
                 log.exception("work of an ended epoch not closed")
             finally:
                 scope.close()
-                if not keeps_cache:
-                    self._device.give_back()
+                own_memory.look() if keeps_cache else own_memory.give_back()
 
         self._compute.submit(close)
 

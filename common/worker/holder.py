@@ -12,6 +12,7 @@ from common.worker.context import RunContext
 from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
+from common.worker.own_memory import OwnMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +49,7 @@ class RunHolder:
         self._device = device
         self._opened = opened
         self.link: Link | None = None
+        self.own_memory: OwnMemory | None = None
         self.context: RunContext | None = None
         self.run: RunWork | None = None
         self.governor: Governor | None = None
@@ -72,6 +74,7 @@ class RunHolder:
                 device=self._device.uuid,
             )
             self._opened(self.link)
+            self.own_memory = OwnMemory(self.link.broker, self._device)
             self.context = RunContext(
                 run_id=ask.run_id,
                 recipe=ask.recipe,
@@ -87,6 +90,8 @@ class RunHolder:
                 self.governor = await _governor(self.context, self._deployment.governor_table)
             self.run = await self._factory(self.context)
         prepared = await self.run.prepare()
+        if self.own_memory is not None:
+            self.own_memory.look()
         if self.link.lost:
             raise LinkDown(self.link.lost)
         return prepared
@@ -94,7 +99,7 @@ class RunHolder:
     async def close(self) -> None:
         """Give up run and link. Idempotent."""
         run, link, governor = self.run, self.link, self.governor
-        self.run = self.link = self.context = self.governor = None
+        self.run = self.link = self.context = self.governor = self.own_memory = None
         try:
             if run is not None:
                 await run.close()

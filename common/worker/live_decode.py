@@ -47,7 +47,7 @@ class LiveDecode:
 
     @classmethod
     async def open(cls, context: RunContext) -> LiveDecode:
-        """Create or attach to the run's."""
+        """Create or attach to the run's; nothing decodes when the rollout has opened it."""
         spec = StorageSpec(
             tensors=(TensorSpec(name=_NAME, dtype=DType.INT64, shape=(_WORDS,)),),
             readers=tuple(context.peer(service) for service in BACKGROUND),
@@ -55,7 +55,11 @@ class LiveDecode:
             placement=Placement.HOST,
         )
         storage = await context.broker.open_storage(context.run_id, DECODE_STORAGE, create=spec)
-        return cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
+        live = cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
+        if storage.writable:
+            # A rollout that died while it decoded could not say that nothing decodes any more.
+            live.set_rows(0)
+        return live
 
     # ---------------------------------------------------------------- any process, any thread
 

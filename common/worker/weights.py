@@ -122,9 +122,8 @@ def optimizer_spec(context: RunContext, layout: WeightLayout, owner: Participant
     tensors = [TensorSpec(name=MOMENTS, dtype=dtype, shape=(2, size))]
     if context.dtype is not context.accumulator_dtype:
         tensors.append(TensorSpec(name=MASTERS, dtype=dtype, shape=(size,)))
-    return StorageSpec(
-        tensors=tuple(tensors), readers=(), writers=(owner,), residency=Residency.SPILLABLE
-    )
+    residency = Residency.SPILLABLE if context.spills_optimizer else Residency.PINNED
+    return StorageSpec(tensors=tuple(tensors), readers=(), writers=(owner,), residency=residency)
 
 
 def shared_model(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common.errors import InvalidArgument
 from rollplex.cli.options import FAILED, print_json
 
 if TYPE_CHECKING:
@@ -86,8 +88,8 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Tell before a run what lies on a GPU when, and whether it fits; exit code 1: nothing does."""
+    from common.vlm.shape import read_shape
     from rollplex.plan.request import Batch, PlanRequest, default_degree
-    from rollplex.plan.shape import read_shape
 
     shape = read_shape(model)
     request = PlanRequest(
@@ -113,9 +115,16 @@ def plan(
         shard_optimizer=shard_optimizer,
         spill_optimizer=spill_optimizer,
         ahead=ahead,
-        headroom_bytes=int(headroom * 2**30),
+        headroom_bytes=_headroom_bytes(headroom),
     )
     _show(request, why=why, as_json=as_json)
+
+
+def _headroom_bytes(headroom: float) -> int:
+    size = headroom * 2**30
+    if not math.isfinite(size):
+        raise InvalidArgument(f"headroom = {headroom}: must be a number of GiB, 0 or more")
+    return int(size)
 
 
 def _show(request: PlanRequest, *, why: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,17 +111,25 @@ def _scheduled(request: PlanRequest, schedule: Schedule) -> Plan:
     most = 1 if schedule is Schedule.SERIAL else request.groups
     most = min(most, request.prefix_graphs or most)
     tiers = (True,) if request.checkpointing else (False, True)
-    choices = [
-        (inputs, graphs, ahead)
-        for inputs in tiers
-        for graphs in range(most, 0, -1)
-        for ahead in ((RESTORE_AHEAD_GROUPS, 0) if request.spill_optimizer else (0,))
-    ]
-    for inputs, graphs, ahead in choices:
-        plan = _choice(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead)
-        if plan.fits:
-            break
+    for inputs in tiers:
+        graphs = _most_graphs(request, schedule, most=most, inputs=inputs)
+        for ahead in (RESTORE_AHEAD_GROUPS, 0) if request.spill_optimizer else (0,):
+            plan = _choice(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead)
+            if plan.fits:
+                return plan
     return plan
+
+
+def _most_graphs(request: PlanRequest, schedule: Schedule, *, most: int, inputs: bool) -> int:
+    """As many as there is room for, up to `most`; 1 if there is none.
+
+    Fewer graphs never take more, and nor does optimizer state that comes back for the update.
+    """
+
+    def too_many(graphs: int) -> bool:
+        return not _choice(request, schedule, inputs=inputs, graphs=graphs, ahead=0).fits
+
+    return max(1, bisect(range(1, most + 1), x=False, key=too_many))
 
 
 def _choice(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.step.schedule import Schedule
+from common.vlm.shape import QWEN3, vision_ranks
 from rollplex.plan.plan import NAIVE, gib
-from rollplex.plan.shape import QWEN3
 from rollplex.plan.sizes import RESERVE_BYTES
 from rollplex.plan.table import TensorClass
-from rollplex.plan.weights import parameter_count, rank_elements, vision_ranks
+from rollplex.plan.weights import parameter_count, rank_elements
 
 if TYPE_CHECKING:
     from rollplex.plan.plan import Plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from rollplex.plan.shape import ModelShape
+    from common.vlm.shape import ModelShape
 
 _MIB = 2**20
 
@@ -21,6 +21,9 @@ GPU_BYTES: dict[str, int] = {
 """Memory by name of the GPU, as the driver reports it."""
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float32": 4}
+
+MOST_GROUPS = 1 << 20
+"""Of one step."""
 
 FUSED_DTYPES = frozenset({"bfloat16"})
 """Dtypes for which the fused kernels run on a GPU."""
@@ -149,6 +152,8 @@ class PlanRequest:
                 f"headroom = {self.headroom_bytes} bytes: must be from 0 to less than the "
                 f"{GPU_BYTES[self.gpu]} bytes of the {self.gpu}"
             )
+        if batch.prompts > MOST_GROUPS:
+            raise InvalidArgument(f"prompts = {batch.prompts}: must be at most {MOST_GROUPS}")
         if batch.prompt_tokens < 2:
             raise InvalidArgument(f"prompt_tokens = {batch.prompt_tokens}: must be at least 2")
         if not 0 <= batch.vision_tokens <= batch.prefix_tokens:
@@ -186,7 +191,7 @@ def legal_degrees(shape: ModelShape, gpus: int) -> list[int]:
     """Tensor-parallel degrees that divide the GPUs and every split width of the text model."""
     return [
         ranks
-        for ranks in range(1, gpus + 1)
+        for ranks in range(1, min(gpus, shape.heads) + 1)
         if gpus % ranks == 0
         and all(width % ranks == 0 for width in (shape.heads, shape.inner, shape.vocabulary))
         and (shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)

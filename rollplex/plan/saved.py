@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollplex.plan.shape import QWEN3
-from rollplex.plan.weights import kv_heads_of_rank, vision_ranks
+from common.vlm.shape import QWEN3, vision_ranks
+from rollplex.plan.weights import kv_heads_of_rank
 
 if TYPE_CHECKING:
-    from rollplex.plan.shape import ModelShape
+    from common.vlm.shape import ModelShape
 
 _FLOAT32 = 4
 _INT64 = 8

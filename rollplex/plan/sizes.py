@@ -7,14 +7,14 @@ from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
+from common.vlm.shape import QWEN3, vision_ranks
 from rollplex.plan.request import DTYPE_BYTES
 from rollplex.plan.saved import Kept, tower, tower_inputs
-from rollplex.plan.shape import QWEN3
-from rollplex.plan.weights import kv_heads_of_rank, rank_elements, vision_ranks
+from rollplex.plan.weights import kv_heads_of_rank, rank_elements
 
 if TYPE_CHECKING:
+    from common.vlm.shape import ModelShape
     from rollplex.plan.request import PlanRequest
-    from rollplex.plan.shape import ModelShape
 
 _FLOAT32 = 4
 

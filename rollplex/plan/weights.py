@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rollplex.plan.shape import QWEN3
+from common.vlm.shape import QWEN3, vision_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollplex.plan.shape import ModelShape, VisionShape
+    from common.vlm.shape import ModelShape
 
 
 class Split(StrEnum):
@@ -60,12 +60,6 @@ def parameter_count(shape: ModelShape) -> int:
 def kv_heads_of_rank(shape: ModelShape, ranks: int) -> int:
     """Key/value heads that one of so many ranks holds."""
     return max(1, shape.kv_heads // ranks)
-
-
-def vision_ranks(vision: VisionShape, ranks: int) -> int:
-    """Over how many of the ranks the tower is split: all, or 1 where its shape does not divide."""
-    divides = vision.heads % ranks == 0 and vision.inner % ranks == 0
-    return ranks if divides else 1
 
 
 def rank_elements(shape: ModelShape, ranks: int, *, trainable_vision: bool = True) -> int:

@@ -44,7 +44,7 @@ def draw_learning_curve(steps: Sequence[StepRecord], path: Path) -> None:
     """Mean reward of each step, its running mean, and the evaluations."""
     trained = [s for s in steps if s.mode is StepMode.TRAIN and "reward_mean" in s.metrics]
     evaluated = [s for s in steps if s.mode is StepMode.EVAL and "reward_mean" in s.metrics]
-    figure, axes = _figure(7.0, 4.0)
+    figure, axes = new_figure(7.0, 4.0)
     versions = [step.weights_version for step in trained]
     rewards = [step.metrics["reward_mean"] for step in trained]
     axes.plot(versions, rewards, color="#a0cbe8", linewidth=1, label="training, each step")
@@ -62,7 +62,7 @@ def draw_learning_curve(steps: Sequence[StepRecord], path: Path) -> None:
     axes.set_xlabel("updates")
     axes.set_ylabel("mean reward")
     axes.legend(loc="best", frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_timeline(spans: Sequence[Span], step: StepRecord, path: Path) -> None:
@@ -73,7 +73,7 @@ def draw_timeline(spans: Sequence[Span], step: StepRecord, path: Path) -> None:
     """
     lanes = sorted({span.participant for span in spans if span.task != WINDOW})
     origin_s = min(span.start_s for span in spans)
-    figure, axes = _figure(10.0, 1.4 + 0.6 * len(lanes))
+    figure, axes = new_figure(10.0, 1.4 + 0.6 * len(lanes))
     for span in spans:
         if span.task == WINDOW:
             axes.axvspan(span.start_s - origin_s, span.end_s - origin_s, color="#fff2cc", zorder=0)
@@ -96,16 +96,18 @@ def draw_timeline(spans: Sequence[Span], step: StepRecord, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_title(f"step {step.step}, epoch {step.epoch}; decode window shaded", fontsize=10)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
+def new_figure(width: float, height: float) -> tuple[Figure, Any]:
+    """A figure with one pair of axes, in inches; it needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it, in the format that the file's ending names."""
     figure.savefig(path, dpi=150)
 
 

@@ -86,6 +86,8 @@ class BrokerActor:
                 capacity_bytes=each.capacity_bytes,
                 page_bytes=each.arena.page_bytes,
                 spills=isinstance(each.arena, SpillingArena),
+                limit_bytes=each.limit_bytes,
+                context_bytes=each.context_bytes,
             )
             for each in arenas
         ]
@@ -273,8 +275,9 @@ class BrokerActor:
                 self._plane.disconnect(instruction.origin.session, str(instruction.error))
             case instructions.Reply():
                 self._reply(instruction)
-            case instructions.AnnounceStepBegan(plan=plan):
-                seq = self._announce(StepBegan(plan=plan), plan.run_id, plan.step, plan.epoch)
+            case instructions.AnnounceStepBegan(plan=plan, lease_room_bytes=room):
+                began = StepBegan(plan=plan, lease_room_bytes=room)
+                seq = self._announce(began, plan.run_id, plan.step, plan.epoch)
                 self._begun[plan.run_id] = (plan.epoch, seq)
             case instructions.AnnounceStepAborted():
                 self._announce(

@@ -123,6 +123,11 @@ class BudgetedArena:
 
     arena: Arena
     capacity_bytes: int
+    limit_bytes: int | None = None
+    """For what is handed out and what processes hold themselves, together; None: the latter keeps
+    nothing back."""
+    context_bytes: int = 0
+    """This process's own CUDA context on the device."""
 
 
 class MemfdAllocation:

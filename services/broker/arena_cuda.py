@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from common.errors import FailedPrecondition
+from common.gpu.context import open_context
 from common.gpu.driver import CudaDriverError, device_uuid, memory_info, out_of_memory
 from common.gpu.host_memory import PinnedMemory
 from common.gpu.shared_memory import OwnedMemory, granularity_bytes, why_not_shareable
@@ -19,14 +20,16 @@ from services.broker.arena_ipc import IpcArena
 
 if TYPE_CHECKING:
     from common.config.deployment import Deployment
-    from services.broker.arena import Arena
 
 log = logging.getLogger(__name__)
 
 _GIB = 2**30
 RESERVE_BYTES = 8 * _GIB
-"""Left out of the default budget, but at most a quarter of the device: what no ledger has, such as
-the CUDA contexts and library workspaces of the node's processes."""
+"""Left out of the default budget, but at most a quarter of the device: for what the processes take
+themselves, such as their CUDA contexts and library workspaces."""
+UNLISTED_BYTES = 1 * _GIB
+"""Of the device, kept out of what the ledger's rows may come to together: memory of the driver and
+of MPS, and what contexts grow by after they were measured."""
 MARGIN_BYTES = 6 * _GIB
 """Left free on the device by a restore, for allocators that are about to grow."""
 
@@ -122,6 +125,7 @@ def gpu_arena(deployment: Deployment, ordinal: int) -> BudgetedArena:
         FailedPrecondition: the budget is larger than the device, or `arena = "vmm"` does not work.
     """
     uuid = device_uuid(ordinal)
+    context_bytes = open_context(ordinal, lock=deployment.context_lock)
     free_bytes, total_bytes = memory_info(ordinal)
     capacity_bytes = budget_bytes(deployment.hbm_budget_gib, total_bytes=total_bytes, device=uuid)
     if capacity_bytes > free_bytes:
@@ -140,8 +144,16 @@ def gpu_arena(deployment: Deployment, ordinal: int) -> BudgetedArena:
             "sharing": sharing,
         },
     )
-    arena: Arena = CudaArena(ordinal) if sharing == "vmm" else IpcArena(ordinal, capacity_bytes)
-    return BudgetedArena(arena=arena, capacity_bytes=capacity_bytes)
+    if sharing == "ipc":
+        # The slab is taken already: nothing that processes hold can keep back a part of it.
+        slab = IpcArena(ordinal, capacity_bytes)
+        return BudgetedArena(arena=slab, capacity_bytes=capacity_bytes, context_bytes=context_bytes)
+    return BudgetedArena(
+        arena=CudaArena(ordinal),
+        capacity_bytes=capacity_bytes,
+        limit_bytes=max(capacity_bytes, total_bytes - UNLISTED_BYTES),
+        context_bytes=context_bytes,
+    )
 
 
 def budget_bytes(wanted_gib: float | None, *, total_bytes: int, device: str) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NewType
 if TYPE_CHECKING:
     from common.ids import Epoch, GroupId, LeaseId, Participant, RunId
     from common.step.plan import StepPlan
-    from common.tensors.spec import Layout, Placement, Residency
+    from common.tensors.spec import Held, Layout, Placement, Residency
     from common.tensors.storage import HoldKind, StorageSpec
 
 SessionId = NewType("SessionId", int)
@@ -241,6 +241,14 @@ class ReserveMemory(Request):
     run_id: RunId
     name: str
     placement: Placement
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportHeld(Request):
+    """How much a participant's process has taken of its device itself; 0: nothing."""
+
+    name: Held
     size_bytes: int
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from common.errors import RollplexError
     from common.ids import Epoch, LeaseId, Participant, RunId
     from common.step.plan import StepPlan
@@ -133,6 +135,7 @@ class AnnounceStepBegan(Instruction):
     """Tell the node that an epoch began."""
 
     plan: StepPlan
+    lease_room_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

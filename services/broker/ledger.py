@@ -11,16 +11,21 @@ if TYPE_CHECKING:
     from common.ids import Epoch, GroupId, LeaseId, Participant, RunId
     from services.broker.events import Generation
 
+HELD = "held"
+"""State of a row whose memory is a process's own."""
+TABLE_ROWS = 200
+"""More are summed up in a table: it rides on refusals, and has to fit a packet."""
 _HEADINGS = ("bytes", "name", "what", "producer", "state", "held by", "ends when")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """One piece of memory, or one reservation."""
+    """One piece of memory, one reservation, or what a process holds itself."""
 
     name: str
-    """Tensor class, storage or reservation."""
-    run_id: RunId
+    """Tensor class, storage or reservation; of held memory, its kind."""
+    run_id: RunId | None
+    """None: of no run, held memory."""
     lease_id: LeaseId | None
     """None: run-scoped."""
     epoch: Epoch | None
@@ -37,7 +42,12 @@ class LedgerRow:
     until: str
     """In words: what ends it."""
     generation: Generation | None
-    """None: a reservation, whose memory is not the broker's."""
+    """None: a reservation or held, whose memory is not the broker's."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it is a process's own memory, beside what is handed out."""
+        return self.state == HELD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +57,20 @@ class ArenaTotals:
     device: str
     capacity_bytes: int
     used_bytes: int
-    """The sum of the device's rows."""
+    """Handed out or reserved. With `held_bytes`, the sum of the device's rows."""
     peak_bytes: int
+    """Of `used_bytes`."""
+    held_bytes: int
+    """By allocators and contexts of processes."""
+    peak_total_bytes: int
+    """Of used and held together."""
+    free_bytes: int
+    """What could be handed out now."""
 
     def __str__(self) -> str:
-        free_bytes = self.capacity_bytes - self.used_bytes
+        held = f"{self.held_bytes} held by processes, " if self.held_bytes else ""
         return (
-            f"{self.capacity_bytes} bytes, {self.used_bytes} used, {free_bytes} free, "
+            f"{self.capacity_bytes} bytes, {self.used_bytes} used, {held}{self.free_bytes} free, "
             f"peak {self.peak_bytes}"
         )
 
@@ -76,7 +93,7 @@ class LedgerView:
         return next(arena for arena in self.arenas if arena.device == device)
 
     def table(self) -> str:
-        """A line of totals for each arena, then the rows, largest first."""
+        """A line of totals for each arena, then the rows, largest first, at most `TABLE_ROWS`."""
         several = len(self.arenas) > 1
         totals = [
             f"arena {arena.device}: {arena}" if several else f"arena: {arena}"
@@ -85,11 +102,16 @@ class LedgerView:
         if not self.rows:
             return "\n".join([*totals, "nothing is held"])
         ordered = sorted(self.rows, key=lambda row: (-row.size_bytes, row.name))
+        ordered, smaller = ordered[:TABLE_ROWS], ordered[TABLE_ROWS:]
         lines = [_HEADINGS, *map(_cells, ordered)]
         if several:
             places = ["device", *(row.device for row in ordered)]
             lines = [(*line, place) for line, place in zip(lines, places, strict=True)]
-        return "\n".join([*totals, *_columns(lines)])
+        rest = []
+        if smaller:
+            rest_bytes = sum(row.size_bytes for row in smaller)
+            rest = [f"and {len(smaller)} smaller ones, {rest_bytes} bytes together"]
+        return "\n".join([*totals, *_columns(lines), *rest])
 
 
 def _cells(row: LedgerRow) -> tuple[str, ...]:
@@ -97,7 +119,7 @@ def _cells(row: LedgerRow) -> tuple[str, ...]:
         group = "" if row.group is None else f" group {row.group}"
         what = f"lease {row.lease_id} epoch {row.epoch}{group}"
     else:
-        what = f"run {row.run_id}"
+        what = "its own" if row.run_id is None else f"run {row.run_id}"
     return (
         str(row.size_bytes),
         row.name,

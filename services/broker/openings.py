@@ -95,6 +95,11 @@ class Openings:
         for opener in [o for o in self._openers if o.deadline_ns <= now_ns]:
             self._openers.remove(opener)
             text = f"storage {opener.name} of run {opener.run_id} was not created in time"
+            creating = self._creating.get((opener.run_id, opener.name))
+            if creating is not None:
+                text += (
+                    f": {creating.origin.participant} waits for room for it\n{self._rooms.table()}"
+                )
             storage = self._find((opener.run_id, opener.name))
             if storage is not None:
                 text = (

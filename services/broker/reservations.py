@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.errors import RollplexError
 from services.broker.ledger import LedgerRow
 
 if TYPE_CHECKING:
@@ -41,12 +40,11 @@ class Reservations:
         room = self._rooms.place(participant, placement)
         key = _Reservation(participant=participant, run_id=run_id, device=room.device, name=name)
         before = self._sizes.get(key, 0)
-        room.give_back(before, run_scoped=True)
-        try:
-            room.take_now(f"reservation {name} of {participant}", size_bytes)
-        except RollplexError:
-            room.take_now(f"reservation {name} of {participant}", before)
-            raise
+        if size_bytes > before:
+            what = f"reservation {name} of {participant}, now of {before} bytes,"
+            room.take_now(what, size_bytes - before)
+        else:
+            room.give_back(before - size_bytes, run_scoped=True)
         if size_bytes:
             self._sizes[key] = size_bytes
         else:

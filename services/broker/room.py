@@ -2,6 +2,8 @@
 
 Invariants: `used_bytes` is the sum of what was taken and not given back; what waits does not fit,
 or comes after something of the same participant that does not.
+What processes hold themselves is counted beside it. It keeps requests waiting, but never has one
+refused that waits: it may shrink at any time.
 Requests of one participant are granted in order. Those of different participants are granted in
 order of arrival as far as they fit: a request that does not fit must not keep back the one whose
 result would make the room.
@@ -43,14 +45,26 @@ class Room:
     """See the module's text."""
 
     def __init__(
-        self, *, device: str, capacity_bytes: int, page_bytes: int, table: Callable[[], str]
+        self,
+        *,
+        device: str,
+        capacity_bytes: int,
+        page_bytes: int,
+        table: Callable[[], str],
+        limit_bytes: int | None = None,
     ) -> None:
+        """Args: limit_bytes: for used and held together; None: held memory keeps nothing back."""
         self.device = device
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
+        self.held_bytes = 0
         self.peak_bytes = 0
+        self.peak_total_bytes = 0
         self.run_scoped_bytes = 0
+        self.spillable_bytes = 0
+        """Of those, what may leave without its run's end, so that waiting can help."""
         self.waiting: list[RoomRequest] = []
+        self._limit_bytes = limit_bytes
         self._page_bytes = page_bytes
         self._table = table
 
@@ -69,14 +83,40 @@ class Room:
 
     def fits(self, size_bytes: int) -> bool:
         """Whether there is room now."""
-        return self.used_bytes + size_bytes <= self.capacity_bytes
+        return size_bytes <= self.free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What could be taken now."""
+        free_bytes = self.capacity_bytes - self.used_bytes
+        if self._limit_bytes is not None:
+            free_bytes = min(free_bytes, self._limit_bytes - self.used_bytes - self.held_bytes)
+        return max(0, free_bytes)
+
+    @property
+    def lease_bytes(self) -> int:
+        """What leases may come to. Held memory counts as returned: much of it is cached."""
+        return self.capacity_bytes - self.run_scoped_bytes
+
+    @property
+    def kept_back_bytes(self) -> int:
+        """Size of the first request that waits for nothing but held memory; 0: there is none."""
+        budget_bytes = self.capacity_bytes - self.used_bytes
+        for request in self.waiting:
+            if self.free_bytes < request.size_bytes <= budget_bytes:
+                return request.size_bytes
+        return 0
+
+    def hold(self, more_bytes: int) -> None:
+        """Processes hold more, or less, than before."""
+        self.held_bytes += more_bytes
+        self._note_peaks()
 
     def take_now(self, what: str, size_bytes: int) -> None:
         """Take run-scoped room at once. Raises ArenaFull."""
         if not self.fits(size_bytes):
-            free_bytes = self.capacity_bytes - self.used_bytes
             raise ArenaFull(
-                f"{what} wants {size_bytes} bytes, {free_bytes} of {self.device} are free\n"
+                f"{what} wants {size_bytes} bytes, {self.free_bytes} of {self.device} are free\n"
                 f"{self._table()}"
             )
         self._take(size_bytes, run_scoped=True)
@@ -118,7 +158,7 @@ class Room:
     def _pump_once(self) -> bool:
         behind: set[Participant] = set()
         for request in self.waiting:
-            if request.size_bytes > self.capacity_bytes - self.run_scoped_bytes:
+            if request.size_bytes > self._lasting_room_bytes:
                 self.waiting.remove(request)
                 request.refuse(self._full(request, "waiting cannot help"))
                 return True
@@ -133,15 +173,23 @@ class Room:
 
     def _take(self, size_bytes: int, *, run_scoped: bool) -> None:
         self.used_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._note_peaks()
         if run_scoped:
             self.run_scoped_bytes += size_bytes
 
+    def _note_peaks(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.peak_total_bytes = max(self.peak_total_bytes, self.used_bytes + self.held_bytes)
+
+    @property
+    def _lasting_room_bytes(self) -> int:
+        """What could be free at some time of the run."""
+        return self.capacity_bytes - self.run_scoped_bytes + self.spillable_bytes
+
     def _full(self, request: RoomRequest, why: str) -> ArenaFull:
-        available_bytes = self.capacity_bytes - self.run_scoped_bytes
         return ArenaFull(
             f"{request.what} of {request.origin.participant} wants {request.size_bytes} bytes: "
-            f"{why}; of {self.device}, {self.capacity_bytes - self.used_bytes} bytes are free and "
-            f"{available_bytes} are not taken for the whole run\n{self._table()}",
+            f"{why}; of {self.device}, {self.free_bytes} bytes are free and "
+            f"{self._lasting_room_bytes} are not taken for the whole run\n{self._table()}",
             size_bytes=request.size_bytes,
         )

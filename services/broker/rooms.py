@@ -37,6 +37,11 @@ class ArenaSize:
     """Allocations take whole pages."""
     spills: bool = True
     """Whether its storages can be spilled."""
+    limit_bytes: int | None = None
+    """For what is handed out and what processes hold themselves, together; None: the latter keeps
+    nothing back."""
+    context_bytes: int = 0
+    """The broker's own CUDA context on it."""
 
 
 class Rooms:
@@ -55,16 +60,18 @@ class Rooms:
         self.copies = Room(
             device=COPIES, capacity_bytes=copies_bytes, page_bytes=sizes[0].page_bytes, table=table
         )
-        self._spilling = {size.device for size in sizes if size.spills and copies_bytes}
+        self._spilling = {size.device for size in sizes if size.spills}
         self._rooms = {
             size.device: Room(
                 device=size.device,
                 capacity_bytes=size.capacity_bytes,
                 page_bytes=size.page_bytes,
                 table=table,
+                limit_bytes=size.limit_bytes,
             )
             for size in sizes
         }
+        self.context_bytes = {size.device: size.context_bytes for size in sizes}
         self._host = sizes[0].device
         self.default_device = sizes[min(1, len(sizes) - 1)].device
         self._homes: dict[Participant, str] = {}
@@ -72,9 +79,13 @@ class Rooms:
     def __iter__(self) -> Iterator[Room]:
         return iter((*self._rooms.values(), self.copies))
 
-    def spills(self, device: str) -> bool:
-        """Whether storages of a device can be spilled."""
-        return device in self._spilling
+    def spills(self, device: str, size_bytes: int) -> bool:
+        """Whether a storage of a device can be spilled: there may be room for its copy."""
+        return device in self._spilling and size_bytes <= self.copies.capacity_bytes
+
+    def knows(self, device: str) -> bool:
+        """Whether a device has a room."""
+        return device in self._rooms
 
     def of(self, device: str) -> Room:
         """The room of a device that has one."""
@@ -95,12 +106,16 @@ class Rooms:
             InvalidArgument: it computes on a GPU that this broker has no memory of.
         """
         device = self._host if placement is Placement.HOST else self.home(participant)
-        if device not in self._rooms:
+        if not self.knows(device):
             raise InvalidArgument(
                 f"{participant} computes on {device}, of which this broker has no memory; it has "
                 f"{', '.join(self._rooms)}"
             )
         return self._rooms[device]
+
+    def lease_bytes(self) -> dict[str, int]:
+        """By device, what leases may come to while run-scoped memory stays as it is."""
+        return {device: room.lease_bytes for device, room in self._rooms.items()}
 
     @property
     def waiting(self) -> list[RoomRequest]:
@@ -115,6 +130,9 @@ class Rooms:
                 capacity_bytes=room.capacity_bytes,
                 used_bytes=room.used_bytes,
                 peak_bytes=room.peak_bytes,
+                held_bytes=room.held_bytes,
+                peak_total_bytes=room.peak_total_bytes,
+                free_bytes=room.free_bytes,
             )
             for room in self
             if room is not self.copies or room.peak_bytes

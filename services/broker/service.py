@@ -58,6 +58,7 @@ class BrokerService:
         self._gpus = gpus
         by_device = partial(Gauge, labelnames=("device",), registry=metrics)
         self._used = by_device("rollplex_arena_used_bytes", "Bytes handed out.")
+        self._held = by_device("rollplex_arena_held_bytes", "Allocators and contexts.")
         self._peak = by_device("rollplex_arena_peak_bytes", "Most bytes ever out.")
         self._entries = Gauge("rollplex_ledger_entries", "Leases and others.", registry=metrics)
         self._connected = Gauge("rollplex_participants", "Connected.", registry=metrics)
@@ -111,6 +112,7 @@ class BrokerService:
             for arena in ledger.arenas:
                 self._capacity.labels(arena.device).set(arena.capacity_bytes)
                 self._used.labels(arena.device).set(arena.used_bytes)
+                self._held.labels(arena.device).set(arena.held_bytes)
                 self._peak.labels(arena.device).set(arena.peak_bytes)
             self._entries.set(len(ledger.rows))
             self._connected.set(self._actor.participants)
@@ -133,7 +135,8 @@ class BrokerService:
 
 def _arenas(deployment: Deployment) -> list[BudgetedArena]:
     """The host's memory, and that of each GPU that is used."""
-    arenas = [BudgetedArena(arena=MemfdArena(), capacity_bytes=deployment.arena_bytes)]
+    host_bytes = deployment.arena_bytes
+    arenas = [BudgetedArena(arena=MemfdArena(), capacity_bytes=host_bytes, limit_bytes=host_bytes)]
     if deployment.gpus:
         from services.broker.arena_cuda import gpu_arena
 

@@ -6,7 +6,9 @@ Invariants, after every event:
 - Each participant that was given the storage and lives has it mapped or parked, never both.
 
 A storage that is wanted while its budget, or the device itself, has no room waits, for as long as
-somebody wants it; the node is told every now and then that memory is wanted.
+somebody wants it; the node is told every now and then that memory is wanted. One that is only
+expected gives way to whatever waits for room of its device: the hold that is expected may come
+after that. If it has come back already, it leaves again, until the hold brings it back.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ class Spilling:
     def deadlines(self) -> list[int]:
         """When storages that wait for memory have to be looked at again."""
         return [s.again_ns for s in self._storages.values() if self._waits(s)]
+
+    def made(self, storage: Storage) -> None:
+        """Its room on the device is taken."""
+        if storage.spillable:
+            self._rooms.of(storage.device).spillable_bytes += storage.size_bytes
 
     def park(self, storage: Storage, participant: Participant) -> None:
         """A participant has unmapped it. Nothing for one that holds it: a hold has crossed this."""
@@ -128,8 +135,9 @@ class Spilling:
                 assert storage.starved or not self._fits(storage)
 
     def _wanted(self, storage: Storage) -> bool:
+        """Of those who only expect it nobody is kept from work that they may wait for."""
         return (
-            bool(storage.expected)
+            bool(storage.expected and not self._rooms.of(storage.device).waiting)
             or any(storage.judge_resident(wanted).grant for wanted in storage.waiting)
             or self._opening((storage.run_id, storage.name))
         )
@@ -147,6 +155,7 @@ class Spilling:
         if not storage.has_copy:
             self._rooms.copies.take_now(f"copy of {storage.name}", storage.size_bytes)
             storage.has_copy = True
+        storage.expected.clear()
         storage.cell.move(Residence.SPILLING, "parked by all")
         self._outbox.add(SpillMemory(generation=storage.generation))
 
@@ -154,6 +163,7 @@ class Spilling:
         due = now_ns >= storage.again_ns
         if self._fits(storage) and (due or not storage.starved):
             self._rooms.of(storage.device).take_now(storage.name, storage.size_bytes)
+            self.made(storage)
             storage.starved = False
             storage.cell.move(Residence.RESTORING, "wanted")
             self._outbox.add(RestoreMemory(generation=storage.generation))
@@ -168,4 +178,7 @@ class Spilling:
         self._outbox.add(AnnounceMemoryWanted(device=storage.device, size_bytes=storage.size_bytes))
 
     def _give_back_device(self, storage: Storage) -> None:
-        self._rooms.of(storage.device).give_back(storage.size_bytes, run_scoped=True)
+        room = self._rooms.of(storage.device)
+        room.give_back(storage.size_bytes, run_scoped=True)
+        if storage.spillable:
+            room.spillable_bytes -= storage.size_bytes

@@ -2,8 +2,9 @@
 
 It owns nothing but numbers and names; memory, sockets and clocks are the executor's. The parts:
 `runs` (epoch fences), `rooms` (bytes by device), `leases` (step-scoped), `storage` (run-scoped),
-`reservations`. After every event: what waits cannot be granted, what can be spilled or restored is
-under way, and the rows of the ledger add up to the bytes in use.
+`reservations`, `held` (processes' own memory). After every event: what waits cannot be granted,
+what can be spilled or restored is under way, and the rows of the ledger add up to the bytes in use
+and held.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from common.actor.machine import InvalidTransition
 from common.errors import RollplexError
+from common.ids import Participant, Service
 from common.tensors.errors import (
     BrokerTimeout,
     RequestCancelled,
@@ -21,6 +23,7 @@ from common.tensors.errors import (
     UnknownRun,
 )
 from services.broker import events
+from services.broker.held import HeldMemory
 from services.broker.instructions import (
     AnnounceDied,
     AnnounceJoined,
@@ -41,10 +44,13 @@ from services.broker.storage import StorageBook
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from common.ids import Epoch, LeaseId, Participant, RunId
+    from common.ids import Epoch, LeaseId, RunId
     from services.broker.events import Origin, SessionId
     from services.broker.lifecycle import LeaseState
     from services.broker.room import Room, RoomRequest
+
+
+_BROKER = Participant(service=Service.BROKER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,8 @@ class BrokerState:
         self._leases = LeaseBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
         self._storages = StorageBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
         self._reservations = Reservations(self._rooms)
+        self._held = HeldMemory(self._rooms, self._outbox)
+        self._held.put_contexts(_BROKER)
         self._sessions: dict[SessionId, _Session] = {}
 
     def handle(self, event: events.BrokerEvent) -> list[Instruction]:
@@ -95,6 +103,7 @@ class BrokerState:
         self._rooms.pump()
         self._expire(event.at_ns)
         self._storages.settle(event.at_ns)
+        self._held.settle(event.at_ns)
         return self._outbox.take()
 
     def next_deadline_ns(self) -> int | None:
@@ -103,13 +112,19 @@ class BrokerState:
             *self._leases.deadlines(),
             *self._storages.deadlines(),
             *self._storages.openings.deadlines(),
+            *self._held.deadlines(),
             *(request.deadline_ns for request in self._rooms.waiting),
         ]
         return min(deadlines, default=None)
 
     def ledger(self, run_id: RunId | None = None) -> LedgerView:
-        """The ledger, of one run or of all. The totals are always the node's."""
-        rows = [*self._leases.rows(), *self._storages.rows(), *self._reservations.rows()]
+        """The ledger, of one run or of everything. The totals are always the node's."""
+        rows = [
+            *self._leases.rows(),
+            *self._storages.rows(),
+            *self._reservations.rows(),
+            *self._held.rows(),
+        ]
         return LedgerView(
             arenas=self._rooms.totals(),
             rows=tuple(row for row in rows if run_id in (None, row.run_id)),
@@ -155,15 +170,17 @@ class BrokerState:
 
     def _validate_room(self, room: Room) -> None:
         rows = [row for row in self.ledger().rows if row.device == room.device]
+        assert room.held_bytes == sum(row.size_bytes for row in rows if row.held)
+        rows = [row for row in rows if not row.held]
         assert room.used_bytes == sum(row.size_bytes for row in rows)
         assert 0 <= room.used_bytes <= room.capacity_bytes
         assert room.used_bytes <= room.peak_bytes
         run_scoped = sum(row.size_bytes for row in rows if row.lease_id is None)
         assert run_scoped == room.run_scoped_bytes
+        assert 0 <= room.spillable_bytes <= run_scoped
         behind: set[Participant] = set()
         for request in room.waiting:
-            fits = request.size_bytes + room.used_bytes <= room.capacity_bytes
-            assert not fits or request.origin.participant in behind
+            assert not room.fits(request.size_bytes) or request.origin.participant in behind
             behind.add(request.origin.participant)
 
     @singledispatchmethod
@@ -192,6 +209,7 @@ class BrokerState:
         self._leases.lose(participant, event.reason, event.at_ns)
         self._storages.lose(participant, event.reason)
         self._reservations.drop(participant=participant)
+        self._held.drop(participant)
         self._outbox.add(
             AnnounceDied(
                 participant=participant,
@@ -210,7 +228,11 @@ class BrokerState:
     def _(self, event: events.StepRequested) -> None:
         if self._runs.begin(event.plan):
             self._end_epochs(event.plan.run_id, event.at_ns)
-            self._outbox.add(AnnounceStepBegan(plan=event.plan))
+            room = {
+                device: max(0, most_bytes - self._storages.away_bytes(device))
+                for device, most_bytes in self._rooms.lease_bytes().items()
+            }
+            self._outbox.add(AnnounceStepBegan(plan=event.plan, lease_room_bytes=room))
 
     @_apply.register
     def _(self, event: events.AbortRequested) -> None:
@@ -302,6 +324,10 @@ class BrokerState:
             participant, event.run_id, event.name, event.size_bytes, event.placement
         )
         self._outbox.add(ReplyDone(origin=event.origin))
+
+    @_apply.register
+    def _(self, event: events.ReportHeld) -> None:
+        self._held.put(event.origin.participant, event.name, event.size_bytes)
 
     @_apply.register
     def _(self, event: events.CancelRequest) -> None:

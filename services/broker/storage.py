@@ -74,6 +74,11 @@ class StorageBook:
         """One row a storage and place that has memory for it."""
         return [row for storage in self._storages.values() for row in storage.rows()]
 
+    def away_bytes(self, device: str) -> int:
+        """Of a device, what spilled storages will take of it when they come back."""
+        away = (s for s in self._storages.values() if s.device == device and not s.on_device)
+        return sum(storage.size_bytes for storage in away)
+
     def deadlines(self) -> list[int]:
         """When waiting requests have to be refused, and spilled storages looked at again."""
         waiting = [w.deadline_ns for storage in self._storages.values() for w in storage.waiting]
@@ -245,10 +250,12 @@ class StorageBook:
             device=device,
             size_bytes=size_bytes,
             creator=event.origin.participant,
-            spillable=spec.residency is Residency.SPILLABLE and self._rooms.spills(device),
+            spillable=spec.residency is Residency.SPILLABLE
+            and self._rooms.spills(device, size_bytes),
         )
         self._next_storage = StorageId(self._next_storage + 1)
         self._storages[event.run_id, event.name] = storage
+        self._spilling.made(storage)
         return storage
 
     def _serve(self, storage: Storage) -> None:

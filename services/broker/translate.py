@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import InvalidArgument
 from common.ids import Epoch, GroupId, LeaseId, Participant, RunId
 from common.tensors.errors import ProtocolViolation
-from common.tensors.spec import Placement, Residency, layout
+from common.tensors.spec import Held, Placement, Residency, layout
 from common.tensors.storage import StorageSpec, hold_kind_from_proto
 from common.tensors.wire import error_to_proto, specs_from_proto, specs_to_proto
 from protos.rollplex.v1 import broker_pb2 as pb
@@ -105,13 +105,16 @@ def ledger_to_proto(view: LedgerView, *, device: str) -> pb.Ledger:
                 capacity_bytes=arena.capacity_bytes,
                 used_bytes=arena.used_bytes,
                 peak_bytes=arena.peak_bytes,
+                held_bytes=arena.held_bytes,
+                peak_total_bytes=arena.peak_total_bytes,
+                free_bytes=arena.free_bytes,
             )
             for arena in view.arenas
         ],
         entries=[
             pb.LedgerEntry(
                 name=row.name,
-                run_id=row.run_id,
+                run_id=row.run_id or "",
                 lease_id=row.lease_id,
                 epoch=row.epoch,
                 group=row.group,
@@ -294,6 +297,14 @@ def _reserve(message: pb.Reserve, origin: Origin, at_ns: int) -> events.ReserveM
     )
 
 
+def _report_held(message: pb.ReportHeld, origin: Origin, at_ns: int) -> events.ReportHeld:
+    try:
+        name = Held(message.name)
+    except ValueError:
+        raise InvalidArgument(f"held {message.name!r}; legal are {', '.join(Held)}") from None
+    return events.ReportHeld(origin=origin, at_ns=at_ns, name=name, size_bytes=message.bytes)
+
+
 def _cancel(message: pb.Cancel, origin: Origin, at_ns: int) -> events.CancelRequest:
     return events.CancelRequest(origin=origin, at_ns=at_ns, cancelled=RequestId(message.request_id))
 
@@ -311,5 +322,6 @@ _READERS: dict[str, Callable[[Any, Origin, int], events.Request]] = {
     "park_storage": _park,
     "prefetch_storage": _prefetch,
     "reserve": _reserve,
+    "report_held": _report_held,
     "cancel": _cancel,
 }

@@ -9,6 +9,7 @@ from common.ids import Participant, Service
 from common.step.plan import StepMode, StepPlan
 from common.step.tasks import WEIGHTS_DEPENDENT, Task
 from common.step.view import StepView
+from services.controller.graph_tally import GraphTally
 from services.controller.record import SpanRecord, StepRecord
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class StepObserver:
         self._admissions: list[Span] = []
         self._window_start_ns: int | None = None
         self._seen: set[str] = set()
+        self._graphs = GraphTally()
 
     @property
     def finished(self) -> bool:
@@ -69,6 +71,7 @@ class StepObserver:
         if event.event_id in self._seen or not self.view.apply(event):
             return False
         self._seen.add(event.event_id)
+        self._graphs.apply(event)
         if event.work is not None and not isinstance(event.body, _WINDOW_EDGES):
             self._spans.append((event, event.work))
         match event.body:
@@ -102,6 +105,8 @@ class StepObserver:
             **self._rollout_metrics(wall_s),
             **self._time_metrics(),
         }
+        if plan.mode is StepMode.TRAIN:
+            metrics |= self._graphs.metrics()
         if plan.mode is StepMode.TRAIN:
             margin = self._update_order_margin_s(previous_update_end_ns)
             if margin is not None:

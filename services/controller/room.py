@@ -117,9 +117,10 @@ def ledger_table(ledger: Ledger) -> str:
     lines = [f"arena now: {ledger.used_bytes / _MIB:.1f} of {ledger.capacity_bytes / _MIB:.1f} MiB"]
     for entry in sorted(ledger.entries, key=lambda e: -e.bytes):
         holders = ", ".join(entry.holders) or "nobody"
+        run = f"of run {entry.run_id}, " if entry.run_id else ""
         lines.append(
-            f"  {entry.bytes / _MIB:9.1f} MiB  {entry.name}  of run {entry.run_id}, held by "
-            f"{holders}, until {entry.until}"
+            f"  {entry.bytes / _MIB:9.1f} MiB  {entry.name}  {run}held by {holders}, "
+            f"until {entry.until}"
         )
     return "\n".join(lines)
 

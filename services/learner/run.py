@@ -81,8 +81,6 @@ class LearnerRun:
             model_path=context.recipe.model.path,
         )
         self.nonfinite_in_a_row = 0
-        wanted = context.recipe.training.spill_optimizer
-        self.spills = context.device.type == "cuda" if wanted == "auto" else wanted
         self._version: WeightsVersion | None = None
 
     @classmethod
@@ -120,7 +118,7 @@ class LearnerRun:
         if version is None:
             version = await self._restore()
         self._version = version
-        if self.spills:
+        if self.context.spills_optimizer:
             await in_thread(self.optimizer.park)
         layout = self.shape.layout
         return Prepared(

@@ -40,8 +40,9 @@ class LearnerStep:
         self._run = run
         self._scope = scope
         self._accumulating = False
-        self._prefetched = not run.spills or scope.plan.mode is not StepMode.TRAIN
-        if run.spills:
+        spills = run.context.spills_optimizer
+        self._prefetched = not spills or scope.plan.mode is not StepMode.TRAIN
+        if spills:
             scope.spawn(Task.UPDATE, self._park)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:

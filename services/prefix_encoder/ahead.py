@@ -89,8 +89,8 @@ class AheadStore:
             self._coming_bytes -= reserved
 
     def put(self, key: SampleKey, loaded: LoadedPrompt) -> None:
-        """Keep a prompt until it is taken, or not wanted any more."""
-        self._kept[key] = loaded
+        """Keep a prompt until it is taken, or not wanted any more; one that is kept stays."""
+        self._kept.setdefault(key, loaded)
 
     def get(self, key: SampleKey) -> LoadedPrompt | None:
         """A prompt, which stays."""

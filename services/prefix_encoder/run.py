@@ -27,7 +27,9 @@ from common.worker.weights import (
     shared_model,
 )
 from common.worker.work import Prepared
+from services.prefix_encoder.admission import kv_admission
 from services.prefix_encoder.ahead import AheadStore, LoadedPrompt, sample_key
+from services.prefix_encoder.graphs import PrefixGraphs, device_memory
 from services.prefix_encoder.step import PrefixEncoderStep
 
 if TYPE_CHECKING:
@@ -88,6 +90,13 @@ class PrefixEncoderRun:
             limit_bytes=recipe.data.ahead_mib << 20,
             reference_limit=recipe.training.ahead_reference_groups,
         )
+        self.admission = kv_admission(context, policy)
+        self.graphs = PrefixGraphs(
+            recipe.training.prefix_graphs,
+            reserve_bytes=int(recipe.training.graph_reserve_gib * 2**30),
+            memory=lambda: device_memory(context.device),
+            give_back=torch.cuda.empty_cache,
+        )
         # The embeddings of a tower that trains are another update's.
         left_out = {Task.AHEAD_VISION} if recipe.model.train_vision else set()
         self.lanes = (
@@ -96,7 +105,11 @@ class PrefixEncoderRun:
                 tasks=(Task.PREPARE, Task.AHEAD_PREPARE),
                 width=PREPARE_AHEAD * recipe.data.workers,
             ),
-            Lane(name="compute", tasks=tuple(t for t in COMPUTE_ORDER if t not in left_out)),
+            Lane(
+                name="compute",
+                tasks=tuple(t for t in COMPUTE_ORDER if t not in left_out),
+                admits=self.admission,
+            ),
         )
 
     @classmethod
@@ -146,6 +159,7 @@ class PrefixEncoderRun:
         """Start an epoch."""
         known = (*scope.plan.groups, *scope.plan.ahead)
         self.ahead.keep_only({sample_key(planned) for planned in known})
+        self.graphs.begin_step()
         return PrefixEncoderStep(self, scope)
 
     async def load(self, sample: PreparedSample) -> LoadedPrompt:

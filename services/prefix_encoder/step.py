@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 from common.data.errors import SampleError
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
-from common.gpu.backward import backward_on_current_stream
 from common.ids import GroupId, LeaseId, Participant, Service
 from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import AHEAD, Task
 from common.tensors.spec import Placement
-from common.tensors.views import tensor_view
-from common.vlm.prefix import PrefixKV, prefix_backward
 from common.worker.prompts import EMBEDDINGS, prompt_tensors
 from common.worker.weights import KV, REFERENCE_VERSION
 from services.prefix_encoder.ahead_step import AheadStep
+from services.prefix_encoder.backward import PrefixBackward
 from services.prefix_encoder.forwards import Forwards
 from services.prefix_encoder.holds import WeightHolds
 
 if TYPE_CHECKING:
     import torch
 
+    from common.vlm.prefix import PrefixKV
     from common.vlm.prompt import PromptTensors
     from common.worker.scope import StepScope
+    from services.prefix_encoder.graphs import Encoded
     from services.prefix_encoder.run import PrefixEncoderRun
 
 
@@ -58,6 +58,7 @@ class PrefixEncoderStep:
         self._holds = WeightHolds(scope, run.weights, run.reference_weights)
         self._forwards = Forwards(run, training=scope.plan.mode is StepMode.TRAIN)
         self._ahead = AheadStep(run, scope, self._holds, self._forwards)
+        self._backward = PrefixBackward(run, scope, self._forwards, self._groups)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
         """Do one task of one group."""
@@ -74,7 +75,7 @@ class PrefixEncoderStep:
             case Task.REFERENCE_PREFIX:
                 await self._reference_prefix(group, cause_id)
             case Task.PREFIX_BACKWARD:
-                await self._prefix_backward(group, cause_id)
+                await self._backward.run(group, cause_id)
             case _:
                 raise AssertionError(f"{task} is not the prefix-encoder's")
 
@@ -162,22 +163,34 @@ class PrefixEncoderStep:
 
     async def _policy_prefix(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
+        self._run.admission.require_room(scope.view, group)
         await self._holds.hold_policy()
         vision = work.vision
         assert vision is not None
 
-        keep = self._may_keep_graph()
-        encoded = await scope.run(
-            Task.POLICY_PREFIX,
-            lambda: self._forwards.policy_prefix(work.prompt, vision, with_graph=keep),
-            work=work.prompt.prefix_tokens,
-        )
-        work.policy = encoded.value if keep else None
+        prompt, kept = work.prompt, self._kept_graphs()
+
+        def forward() -> Encoded[PrefixKV]:
+            return self._run.graphs.forward(
+                lambda keep: self._forwards.policy_prefix(prompt, vision, with_graph=keep),
+                prompt.prefix_tokens,
+                kept=kept,
+            )
+
+        done = await scope.run(Task.POLICY_PREFIX, forward, work=prompt.prefix_tokens)
+        encoded = done.value
+        work.policy = None if encoded.graph_bytes is None else encoded.value
         consumers = [self._peer(Service.LEARNER)]
         if scope.plan.schedule in PREFILL_FROM_LEASE:
             consumers.append(self._peer(Service.ROLLOUT))
         await self._export(
-            group, ModelRole.POLICY, encoded.value, consumers, encoded.span, cause_id
+            group,
+            ModelRole.POLICY,
+            encoded.value,
+            consumers,
+            done.span,
+            cause_id,
+            graph_bytes=encoded.graph_bytes,
         )
 
     async def _reference_prefix(self, group: GroupId, cause_id: str) -> None:
@@ -196,40 +209,10 @@ class PrefixEncoderStep:
         consumers = [self._peer(Service.REFERENCE)]
         await self._export(group, ModelRole.REFERENCE, prefix, consumers, span, cause_id)
 
-    async def _prefix_backward(self, group: GroupId, cause_id: str) -> None:
-        scope = self._scope
-        trained = scope.view.groups[group].trained
-        work = self._groups.pop(group)
-        assert trained is not None
-        span: WorkSpan | None = None
-        if trained.lease is not None:
-            prompt, vision = work.prompt, work.vision
-            assert vision is not None
-            kept, work.policy = work.policy, None
-            (lease,) = await scope.acquire(trained.lease)
-            gradient = tensor_view(lease, KV)
-
-            def backward() -> None:
-                policy, part = kept, gradient / self._passes if self._passes > 1 else gradient
-                for _ in range(self._passes):
-                    policy = policy or self._forwards.policy_prefix(prompt, vision, with_graph=True)
-                    if self._run.context.governed:
-                        backward_on_current_stream([*policy.keys, *policy.values])
-                    prefix_backward(policy, part)
-                    policy = None
-
-            async with scope.exclusive(self._run.gradients):
-                done = await scope.run(Task.PREFIX_BACKWARD, backward, work=prompt.prefix_tokens)
-            span = done.span
-            scope.give_back(lease)
-        await scope.publish(bodies.PrefixBackpropagated(), group, span=span, cause_id=cause_id)
-
     # ---------------------------------------------------------------- helpers of the tasks
 
-    def _may_keep_graph(self) -> bool:
-        limit = self._run.context.recipe.training.prefix_graphs
-        kept = sum(1 for work in self._groups.values() if work.policy is not None)
-        return limit is None or kept < limit
+    def _kept_graphs(self) -> int:
+        return sum(1 for work in self._groups.values() if work.policy is not None)
 
     async def _export(
         self,
@@ -239,6 +222,8 @@ class PrefixEncoderStep:
         consumers: list[Participant],
         span: WorkSpan | None,
         cause_id: str,
+        *,
+        graph_bytes: int | None = None,
     ) -> None:
         """Copy K and V into a lease, so that the graph's own stay where they are."""
         scope = self._scope
@@ -253,12 +238,10 @@ class PrefixEncoderStep:
             placement=Placement.DEVICE,
         )
         version = scope.view.version if role is ModelRole.POLICY else REFERENCE_VERSION
-        body = bodies.PrefixEncoded(role=role, lease=lease, weights_version=version)
+        body = bodies.PrefixEncoded(
+            role=role, lease=lease, weights_version=version, graph_bytes=graph_bytes
+        )
         await scope.publish(body, group, span=span, cause_id=cause_id)
-
-    @property
-    def _passes(self) -> int:
-        return self._run.context.recipe.prefix_passes
 
     def _peer(self, service: Service) -> Participant:
         return self._run.context.peer(service)

@@ -80,6 +80,10 @@ class FusedSteps:
             projections=[layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj],
         )
 
+    def logits(self, head: Any, hidden: Tensor) -> Tensor:
+        """See `LayerSteps.logits`."""
+        return head(hidden)
+
     def logprobs(
         self,
         head: Any,

@@ -317,7 +317,7 @@ Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
 
 @_typing.final
 class ArenaTotals(_message.Message):
-    """One source of memory with a budget of its own. Its entries add up to `used_bytes`."""
+    """One source of memory with a budget of its own. Its entries add up to `used_bytes + held_bytes`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -325,11 +325,22 @@ class ArenaTotals(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu", or a GPU UUID"""
     capacity_bytes: _builtins.int
     used_bytes: _builtins.int
+    """handed out or reserved"""
     peak_bytes: _builtins.int
+    """of used_bytes"""
+    held_bytes: _builtins.int
+    """participants' allocators and contexts"""
+    peak_total_bytes: _builtins.int
+    """of used_bytes + held_bytes"""
+    free_bytes: _builtins.int
+    """what could be handed out now"""
     def __init__(
         self,
         *,
@@ -337,10 +348,13 @@ class ArenaTotals(_message.Message):
         capacity_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
         peak_bytes: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        peak_total_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "device", b"device", "peak_bytes", b"peak_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "device", b"device", "free_bytes", b"free_bytes", "held_bytes", b"held_bytes", "peak_bytes", b"peak_bytes", "peak_total_bytes", b"peak_total_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,6 +381,7 @@ class LedgerEntry(_message.Message):
     name: _builtins.str
     """tensor class, such as "policy.prefix_kv" """
     run_id: _builtins.str
+    """empty: of no run, what a process holds itself"""
     lease_id: _builtins.int
     epoch: _builtins.int
     group: _builtins.int
@@ -445,6 +460,7 @@ class BrokerRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     PARK_STORAGE_FIELD_NUMBER: _builtins.int
     PREFETCH_STORAGE_FIELD_NUMBER: _builtins.int
+    REPORT_HELD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """0: no reply wanted, errors close the connection"""
     @_builtins.property
@@ -475,6 +491,8 @@ class BrokerRequest(_message.Message):
     def park_storage(self) -> Global___ParkStorage: ...
     @_builtins.property
     def prefetch_storage(self) -> Global___PrefetchStorage: ...
+    @_builtins.property
+    def report_held(self) -> Global___ReportHeld: ...
     def __init__(
         self,
         *,
@@ -493,12 +511,13 @@ class BrokerRequest(_message.Message):
         cancel: Global___Cancel | None = ...,
         park_storage: Global___ParkStorage | None = ...,
         prefetch_storage: Global___PrefetchStorage | None = ...,
+        report_held: Global___ReportHeld | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "park_storage", b"park_storage", "prefetch_storage", b"prefetch_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "park_storage", b"park_storage", "prefetch_storage", b"prefetch_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "report_held", b"report_held", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "park_storage", b"park_storage", "prefetch_storage", b"prefetch_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "request_id", b"request_id", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "allocate", b"allocate", "body", b"body", "cancel", b"cancel", "free", b"free", "hold_storage", b"hold_storage", "join", b"join", "open_storage", b"open_storage", "park_storage", b"park_storage", "prefetch_storage", b"prefetch_storage", "publish_storage", b"publish_storage", "release", b"release", "release_storage", b"release_storage", "report_held", b"report_held", "request_id", b"request_id", "reserve", b"reserve", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["join", "allocate", "seal", "acquire", "release", "open_storage", "hold_storage", "release_storage", "publish_storage", "free", "reserve", "cancel", "park_storage", "prefetch_storage"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["join", "allocate", "seal", "acquire", "release", "open_storage", "hold_storage", "release_storage", "publish_storage", "free", "reserve", "cancel", "park_storage", "prefetch_storage", "report_held"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1203,6 +1222,33 @@ class Reserve(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
+
+@_typing.final
+class ReportHeld(_message.Message):
+    """What the sender's process has taken of its device beside the broker's memory. Counted, and never
+    refused; a second one of the same name replaces the first, 0 removes it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """allocator, context"""
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportHeld: _TypeAlias = ReportHeld  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

@@ -205,17 +205,43 @@ class StepBegan(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LeaseRoomBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PLAN_FIELD_NUMBER: _builtins.int
+    LEASE_ROOM_BYTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> _common_pb2.StepPlan: ...
+    @_builtins.property
+    def lease_room_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By arena, "cpu" or a GPU's UUID: what the step's leases may come to together."""
+
     def __init__(
         self,
         *,
         plan: _common_pb2.StepPlan | None = ...,
+        lease_room_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_room_bytes", b"lease_room_bytes", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,22 +426,30 @@ class PrefixEncoded(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    GRAPH_BYTES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"policy" or "reference" """
     lease: _builtins.int
     weights_version: _builtins.int
+    graph_bytes: _builtins.int
+    """Of the policy: device memory of the graph that stays in the process, 0 where that is not
+    measured; unset: no graph stays.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         lease: _builtins.int = ...,
         weights_version: _builtins.int = ...,
+        graph_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_graph_bytes", b"_graph_bytes", "graph_bytes", b"graph_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "role", b"role", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_graph_bytes", b"_graph_bytes", "graph_bytes", b"graph_bytes", "lease", b"lease", "role", b"role", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__graph_bytes: _TypeAlias = _typing.Literal["graph_bytes"]  # noqa: Y015
+    _WhichOneofArgType__graph_bytes: _TypeAlias = _typing.Literal["_graph_bytes", b"_graph_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__graph_bytes) -> _WhichOneofReturnType__graph_bytes | None: ...
 
 Global___PrefixEncoded: _TypeAlias = PrefixEncoded  # noqa: Y015
 
@@ -590,12 +624,21 @@ class PrefixBackpropagated(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RECOMPUTED_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: _builtins.int
+    recomputed: _builtins.bool
+    """no graph had stayed, so the prefix ran forward again"""
+    recompute_s: _builtins.float
+    """time of that forward, which is a part of the event's work"""
     def __init__(
         self,
+        *,
+        recomputed: _builtins.bool = ...,
+        recompute_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recompute_s", b"recompute_s", "recomputed", b"recomputed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,8 +742,9 @@ Global___TaskFailed: _TypeAlias = TaskFailed  # noqa: Y015
 
 @_typing.final
 class MemoryWanted(_message.Message):
-    """From the broker: a storage is to come back to a device that has no room for it now; whoever keeps
-    memory of that device that it does not use gives it back.
+    """From the broker: a storage is to come back to a device that has no room for it now. From
+    prefix-encoder: a prefix does not fit. Whoever keeps memory of that device that it does not use
+    gives it back.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

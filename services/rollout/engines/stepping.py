@@ -74,6 +74,7 @@ def fit_pool(
             response_tokens=response_tokens,
             dtype=model.dtype,
             device=model.device,
+            kv_heads=model.kv_heads,
         )
     pool.grow(room_tokens)
     return pool

@@ -37,6 +37,10 @@ def test_every_schedule_is_measured_on_equal_work(tmp_path: Path) -> None:
         assert figures["prompt_tokens"] == 3 * 64, name
         assert figures["gradient_norm"] == pytest.approx(serial["gradient_norm"], rel=1e-5), name
         assert 0 < figures["mfu"] < 1, name
+        # one graph at a time: with `serial` every group's, else the first group's alone
+        kept = 3 if figures["schedule"].startswith("serial") else None
+        assert figures["graphs_kept"] + figures["prefixes_recomputed"] == 3, name
+        assert kept in (None, figures["graphs_kept"]), name
         assert figures["bound_s"] <= serial["step_s"], name
     assert serial["prefix_overlap_fraction"] == 0.0
     assert found["rollplex"]["prefix_overlap_fraction"] > 0.0

@@ -89,6 +89,15 @@ class Broker:
                     return ledger
                 await asyncio.sleep(0.01)
 
+    async def held(self, held_bytes: int) -> pb.Ledger:
+        """Wait until this is what processes have told that they hold."""
+        async with asyncio.timeout(SETTLE_S):
+            while True:
+                ledger = await self.ledger()
+                if sum(arena.held_bytes for arena in ledger.arenas) == held_bytes:
+                    return ledger
+                await asyncio.sleep(0.01)
+
     @property
     def fds(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))

@@ -22,7 +22,7 @@ from common.tensors.errors import (
     StorageMisuse,
     StorageTorn,
 )
-from common.tensors.spec import DType, TensorSpec
+from common.tensors.spec import DType, Held, TensorSpec
 from common.tensors.storage import StorageSpec
 from common.tensors.views import tensor_view
 from common.tensors.wire import new_socket, send_packet
@@ -161,6 +161,28 @@ async def test_full_arena_shows_the_ledger(broker: Broker) -> None:
     (await waiting).abandon("a test")
     await learner.reserve(RUN, "activations", 0)
     await broker.settle(0)
+
+
+async def test_what_processes_hold_is_told_without_a_round_trip(broker: Broker) -> None:
+    learner, encoder = broker.clients[0], await broker.join(ENCODER)
+    learner.report_held(Held.CONTEXT, PAGE)
+    await asyncio.to_thread(learner.report_held, Held.ALLOCATOR, ARENA_BYTES - 2 * PAGE)
+    encoder.report_held(Held.ALLOCATOR, 3 * PAGE)
+    await broker.held(ARENA_BYTES + 2 * PAGE)
+    with pytest.raises(BrokerTimeout, match="no room in time") as caught:
+        await allocate(encoder, LEARNER, timeout_s=0.05)
+    assert "learner/0 returns it to the device" in str(caught.value)
+    waiting = asyncio.create_task(allocate(encoder, LEARNER))
+    await learner.close()
+    lease = await waiting
+    ledger = await broker.ledger()
+    (arena,) = ledger.arenas
+    assert arena.held_bytes == 3 * PAGE
+    assert arena.peak_total_bytes == ARENA_BYTES + 2 * PAGE
+    assert sum(entry.bytes for entry in ledger.entries) == arena.used_bytes + arena.held_bytes
+    lease.abandon("a test")
+    encoder.report_held(Held.ALLOCATOR, 0)
+    await broker.held(0)
 
 
 async def test_cancelled_calls_take_nothing(broker: Broker) -> None:

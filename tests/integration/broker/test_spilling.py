@@ -163,6 +163,19 @@ async def test_prefetch_comes_before_the_hold(broker: Broker) -> None:
         assert bytes(storage.buffer("bytes")) == contents(SEED)
 
 
+async def test_what_was_prefetched_too_early_gives_way_to_a_lease(broker: Broker) -> None:
+    learner = broker.clients[0]
+    storage = await written(learner)
+    await spilled(broker, storage)
+    storage.prefetch()
+    await is_in_state(broker, "readable(v0)")
+    lease = await full_lease(learner)
+    holding = asyncio.create_task(storage.hold_read(WeightsVersion(0)))
+    lease.abandon("a test")
+    with await holding:
+        assert bytes(storage.buffer("bytes")) == contents(SEED)
+
+
 async def test_a_reader_keeps_it_until_it_parks_too_and_cannot_write(broker: Broker) -> None:
     storage = await written(broker.clients[0])
     encoder = await broker.join(ENCODER)

@@ -18,6 +18,7 @@ from tests.integration.runs.node import REPOSITORY, Node, deployment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+TIGHT_ROOM_BYTES = 1_700_000
 SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 
 
@@ -49,6 +50,16 @@ def governed_node(request: pytest.FixtureRequest) -> Iterator[Node]:
         yield node
 
 
+@pytest.fixture(scope="module")
+def tight_node(request: pytest.FixtureRequest, model: Path) -> Iterator[Node]:
+    """A node of the module's own, with room for the leases of one group of `wordy_rows`, and little
+    more: the policy's K/V of six of them do not fit.
+    """
+    arena_bytes = storage_bytes(model) + TIGHT_ROOM_BYTES
+    with _running(request, arena_gib=arena_bytes / 2**30) as node:
+        yield node
+
+
 @pytest.fixture(scope="session")
 def lab(node: Node, model: Path) -> Lab:
     return Lab(node, model)
@@ -58,9 +69,16 @@ def lab(node: Node, model: Path) -> Lab:
 def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that failed must not leave its run in the way of the next one's."""
     yield
-    for name in ("node", "mortal_node", "governed_node"):
+    for name in ("node", "mortal_node", "governed_node", "tight_node"):
         if name in request.fixturenames:
             asyncio.run(_stop_all(request.getfixturevalue(name)))
+
+
+def storage_bytes(model: Path) -> int:
+    """What a run of a float32 policy with a reference keeps for its whole life."""
+    weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    # weights of both roles, gradients, masters and two moments
+    return 6 * weights_bytes
 
 
 async def _stop_all(node: Node) -> None:

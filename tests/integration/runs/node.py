@@ -60,9 +60,8 @@ def deployment(folder: Path, *, name: str, **settings: Any) -> Deployment:
         grpc_port_base=0,
         http_port_base=0,
         services={service: ServicePlacement(grpc_port=free_port()) for service in fixed},
-        arena_gib=0.5,
         threads_per_worker=1,
-        **settings,
+        **{"arena_gib": 0.5, **settings},
     )
 
 

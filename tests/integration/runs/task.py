@@ -26,6 +26,16 @@ def text_rows() -> Sequence[Mapping[str, Any]]:
     ]
 
 
+def wordy_rows() -> Sequence[Mapping[str, Any]]:
+    """The usual rows with some 620 tokens each."""
+    rows = [dict(row) for row in good_rows()]
+    for row in rows:
+        (message,) = row["messages"]
+        more = {"type": "text", "text": "0123456789" * 60}
+        row["messages"] = [{**message, "content": [*message["content"], more]}]
+    return rows
+
+
 def rows_with_bad_ones() -> Sequence[Mapping[str, Any]]:
     """The usual rows; three of the first twelve cannot be used, each for another reason."""
     rows = [dict(row) for row in good_rows()][:12]

@@ -16,7 +16,7 @@ from common.ids import (
 )
 from common.step.plan import StepMode, StepPlan
 from common.step.schedule import Schedule
-from common.tensors.spec import DType, Placement, Residency, TensorSpec, layout
+from common.tensors.spec import DType, Held, Placement, Residency, TensorSpec, layout
 from services.broker import events, instructions
 from services.broker.events import HoldId, Origin, RequestId, SessionId, StorageId
 from services.broker.rooms import ArenaSize
@@ -63,10 +63,24 @@ class Driver:
         capacity_pages: int = 8,
         gpu_pages: int = 0,
         copies_pages: int = 0,
+        limit_pages: int | None = None,
         joined: tuple[Participant, ...] = (),
     ) -> None:
-        host = ArenaSize(device="cpu", capacity_bytes=capacity_pages * PAGE, page_bytes=PAGE)
-        gpu = ArenaSize(device=GPU, capacity_bytes=gpu_pages * GPU_PAGE, page_bytes=GPU_PAGE)
+        """Args: limit_pages: of the GPU, or of the host if there is none."""
+        page_bytes = GPU_PAGE if gpu_pages else PAGE
+        limit_bytes = None if limit_pages is None else limit_pages * page_bytes
+        host = ArenaSize(
+            device="cpu",
+            capacity_bytes=capacity_pages * PAGE,
+            page_bytes=PAGE,
+            limit_bytes=None if gpu_pages else limit_bytes,
+        )
+        gpu = ArenaSize(
+            device=GPU,
+            capacity_bytes=gpu_pages * GPU_PAGE,
+            page_bytes=GPU_PAGE,
+            limit_bytes=limit_bytes,
+        )
         self.state = BrokerState(
             [host, gpu] if gpu_pages else [host], copies_bytes=copies_pages * PAGE
         )
@@ -134,6 +148,10 @@ class Driver:
         assert isinstance(reply, instructions.Refuse), reply
         return reply.error
 
+    def hold_own(self, who: Participant, size_pages: int, name: Held = Held.ALLOCATOR) -> None:
+        page_bytes = PAGE if self.state.default_device == "cpu" else GPU_PAGE
+        self.tell(who, events.ReportHeld, name=name, size_bytes=size_pages * page_bytes)
+
     def pass_time(self, seconds: float) -> None:
         self.now_ns += int(seconds * 1e9)
         self.do(events.DeadlinePassed)
@@ -153,8 +171,8 @@ class Driver:
     def kill(self, who: Participant) -> None:
         self.do(events.ParticipantLost, session=self._sessions.pop(who), reason="killed")
 
-    def begin(self, epoch: int, *, run_id: RunId = RUN) -> None:
-        self.do(events.StepRequested, plan=plan(epoch, run_id=run_id))
+    def begin(self, epoch: int, *, run_id: RunId = RUN) -> list[instructions.Instruction]:
+        return self.do(events.StepRequested, plan=plan(epoch, run_id=run_id))
 
     def abort(self, epoch: int, reason: str = "a test") -> None:
         self.do(events.AbortRequested, run_id=RUN, epoch=Epoch(epoch), reason=reason)
@@ -221,13 +239,18 @@ class Driver:
         self.tell(who, events.AbandonLeases, lease_ids=lease_ids, reason="group dropped")
 
     def open(
-        self, who: Participant, create: StorageSpec | None = None, timeout_s: float = FAR_S
+        self,
+        who: Participant,
+        create: StorageSpec | None = None,
+        timeout_s: float = FAR_S,
+        *,
+        name: str = "weights",
     ) -> int:
         return self.ask(
             who,
             events.OpenStorage,
             run_id=RUN,
-            name="weights",
+            name=name,
             create=create,
             deadline_ns=self.deadline(timeout_s),
         )

@@ -152,7 +152,8 @@ async def test_what_the_node_is_told(node: Node, learner: BrokerClient) -> None:
     assert node.actor.begin_step(plan(1)) == 1
     node.actor.abort_step(RUN, Epoch(1), "a death")
     bodies = [event.body for event in node.announced]
-    assert bodies[0] == StepBegan(plan=plan(1))
+    room = {"cpu": node.actor.ledger().arena("cpu").capacity_bytes}
+    assert bodies[0] == StepBegan(plan=plan(1), lease_room_bytes=room)
     assert bodies[1] == ParticipantJoined(participant=LEARNER, pid=os.getpid(), incarnation="life")
     assert isinstance(bodies[2], ParticipantDied)
     assert bodies[3:] == [StepAborted(reason="a death")]

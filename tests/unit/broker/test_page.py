@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from common.gpu.context import CONTEXT_BYTES
+from common.worker.own_memory import STEP_BYTES, STEP_SHARE
 from services.broker import lifecycle, residence
-from services.broker.arena_cuda import MARGIN_BYTES
+from services.broker.arena_cuda import MARGIN_BYTES, UNLISTED_BYTES
 from services.broker.leases import TOMBSTONES
+from services.broker.ledger import TABLE_ROWS
 from services.broker.spilling import AGAIN_NS
 
 PAGE = (Path(__file__).parents[3] / "docs/protocols/broker.md").read_text()
@@ -45,7 +48,14 @@ def test_diagram_has_the_tables_moves(section, table, states) -> None:
 
 
 def test_limits_are_the_codes() -> None:
+    prose = " ".join(PAGE.split())
     assert f"newest {TOMBSTONES:,}" in PAGE
+    assert f"may together take the device less {UNLISTED_BYTES >> 30} GiB" in prose
+    assert f"changed by more than {STEP_BYTES >> 20} MiB or {STEP_SHARE:.0%}" in prose.replace(
+        " %", "%"
+    )
+    assert f"{CONTEXT_BYTES >> 20} MiB where that is not possible" in prose
+    assert f"the {TABLE_ROWS} largest rows" in prose
     assert f"of which {MARGIN_BYTES >> 30} GiB stays free" in PAGE
     assert AGAIN_NS * 2 == 10**9
     assert "twice a second" in PAGE

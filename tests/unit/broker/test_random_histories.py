@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from common.errors import RollplexError
 from common.ids import Epoch, LeaseId, Participant
 from common.tensors.errors import StorageMisuse
-from common.tensors.spec import Placement, Residency
+from common.tensors.spec import Held, Placement, Residency
 from common.tensors.storage import HoldKind, StorageSpec
 from services.broker import events
 from services.broker.instructions import (
@@ -59,7 +59,10 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.drive = Driver(
-            capacity_pages=CAPACITY_PAGES, gpu_pages=GPU_PAGES, copies_pages=COPIES_PAGES
+            capacity_pages=CAPACITY_PAGES,
+            gpu_pages=GPU_PAGES,
+            copies_pages=COPIES_PAGES,
+            limit_pages=GPU_PAGES + 1,
         )
         self.epoch = 1
         self.drive.begin(1)
@@ -256,6 +259,11 @@ class Histories(RuleBasedStateMachine):
             size_bytes=size * 4096,
         )
         self._note(request, participant)
+
+    @rule(participant=who, size=st.integers(0, 2), name=st.sampled_from(Held))
+    def hold_own(self, participant, size, name) -> None:
+        self.drive.hold_own(participant, size, name)
+        self._collect()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -9,6 +9,7 @@ import pytest
 
 from common.ids import Epoch
 from common.tensors.errors import (
+    ArenaFull,
     BrokerTimeout,
     NotDeclared,
     StaleVersion,
@@ -121,6 +122,49 @@ def test_everybody_who_has_it_mapped_has_to_park_it() -> None:
     assert not lone.drive.moves
     lone.drive.park(ENCODER, lone.storage)
     assert lone.drive.moves
+
+
+def test_a_lease_waits_for_room_that_a_storage_may_leave() -> None:
+    lone = Lone(parked=False)
+    both = lone.drive.allocate(ENCODER, LEARNER, size_pages=2 * GPU_PAGE // PAGE)
+    assert lone.drive.waits(both)
+    lone.park()
+    lone.drive.end_move()
+    assert lone.drive.answer(both) is not None
+    hold = lone.hold(1)
+    three = lone.drive.allocate(LEARNER, ENCODER, size_pages=3 * GPU_PAGE // PAGE)
+    with pytest.raises(ArenaFull, match="waiting cannot help"):
+        lone.drive.answer(three)
+    assert lone.drive.waits(hold)
+
+
+def test_what_is_only_expected_gives_way_to_who_waits_for_room() -> None:
+    lone = spilled()
+    lone.drive.prefetch(LEARNER, lone.storage)
+    lone.drive.end_move()
+    assert lone.rows[0] == (GPU, "readable(v0)")
+    both = lone.drive.allocate(ENCODER, LEARNER, size_pages=2 * GPU_PAGE // PAGE)
+    assert lone.rows[0] == (GPU, "spilling readable(v0)")
+    lone.drive.end_move()
+    assert lone.drive.answer(both) is not None
+    hold = lone.hold(1)
+    lone.drive.abandon(ENCODER, lone.drive.answer(both).lease_id)
+    lone.drive.end_move()
+    assert lone.drive.answer(hold).handle.life == 2
+
+
+def test_what_is_only_expected_comes_after_who_waits_for_room() -> None:
+    lone = spilled()
+    one = lone.drive.lease(ENCODER, LEARNER)
+    both = lone.drive.allocate(ENCODER, LEARNER, size_pages=2 * GPU_PAGE // PAGE)
+    lone.drive.prefetch(LEARNER, lone.storage)
+    assert lone.drive.waits(both)
+    assert not lone.drive.moves
+    assert not lone.wanted
+    lone.drive.abandon(ENCODER, one)
+    lone.drive.abandon(ENCODER, lone.drive.answer(both).lease_id)
+    lone.drive.end_move()
+    assert lone.rows[0] == (GPU, "readable(v0)")
 
 
 def test_the_death_of_the_last_who_has_it_mapped_is_as_good() -> None:
@@ -276,9 +320,19 @@ def test_without_memory_for_the_copy_it_stays_until_it_is_parked_again() -> None
 
 
 def test_copies_have_a_budget() -> None:
-    lone = Lone(copies_pages=GPU_PAGE // PAGE - 1)
-    assert lone.rows == [(GPU, "readable(v0)")]
+    lone = Lone()
+    lone.drive.end_move()
+    second = lone.drive.answer(lone.drive.open(LEARNER, SPEC, name="second"))
+    assert second.spillable
+    lone.drive.park(LEARNER, second.storage_id)
     assert not lone.drive.moves
+
+
+def test_what_is_larger_than_the_budget_for_copies_stays_and_nobody_waits_for_its_room() -> None:
+    lone = Lone(parked=False, copies_pages=GPU_PAGE // PAGE - 1)
+    assert not lone.drive.answer(lone.drive.open(LEARNER)).spillable
+    with pytest.raises(ArenaFull, match="waiting cannot help"):
+        lone.drive.answer(lone.drive.allocate(ENCODER, LEARNER, size_pages=2 * GPU_PAGE // PAGE))
 
 
 @pytest.mark.parametrize("copies_pages", [0, 1])

@@ -17,6 +17,9 @@ PUBLIC = [
     "DeadlineExceeded",
     "FailedPrecondition",
     "InvalidArgument",
+    "Ledger",
+    "LedgerArena",
+    "LedgerEntry",
     "NotFound",
     "Recipe",
     "ResourceExhausted",
@@ -55,6 +58,7 @@ def test_the_client_has_these_methods():
         "stop",
         "save_checkpoint",
         "cluster",
+        "ledger",
     ]
 
 

@@ -108,9 +108,10 @@ def test_folder_that_cannot_be_made_is_named(tmp_path):
         Deployment(state_dir=tmp_path / "link").make_dirs()
 
 
-def test_relative_state_dir_is_where_the_command_was_started(tmp_path, monkeypatch):
+def test_relative_paths_are_from_where_the_command_was_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_deployment().state_dir == tmp_path / ".rollplex"
+    assert load_deployment(None, ["governor_table=rates"]).governor_table == tmp_path / "rates"
 
 
 def test_environment_gives_file_and_state_dir(tmp_path, monkeypatch):

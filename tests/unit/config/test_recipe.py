@@ -35,6 +35,8 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
     [
         ({"model": {"weights": "random", "reference_path": "r"}}, "leave reference_path unset"),
         ({"rollout": {"lengths": {"kind": "fixed", "max_tokens": 9}}}, "over max_new_tokens = 8"),
+        ({"training": {"prefix_graphs": 0}}, "prefix_graphs"),
+        ({"training": {"prefix_graphs": "some"}}, "'auto' or 'all'"),
         ({"rollout": {"max_slots": 3}}, "cannot hold one group"),
         ({"training": {"share_prefix": False}}, 'schedule = "serial" only'),
         (

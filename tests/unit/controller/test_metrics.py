@@ -31,9 +31,12 @@ def _apply(observer, body, *, group=None, work=None, at=0.0, sender=ENCODER, eve
     return observer.apply(event, int(at * SECOND))
 
 
-def _encoded(role, version=0):
+def _encoded(role, version=0, graph_bytes=None):
     return bodies.PrefixEncoded(
-        role=bodies.ModelRole(role), lease=LeaseId(1), weights_version=WeightsVersion(version)
+        role=bodies.ModelRole(role),
+        lease=LeaseId(1),
+        weights_version=WeightsVersion(version),
+        graph_bytes=graph_bytes,
     )
 
 
@@ -201,3 +204,27 @@ def test_the_slow_down_of_the_decode_is_that_beside_measured_work():
         _apply(observer, bodies.GroupScored(lease=LeaseId(3)), group=0, work=work)
     # 4 seconds, in which the decode did what takes 2 seconds alone
     assert observer.record(None).metrics["governed_decode_slowdown"] == pytest.approx(2.0)
+
+
+def test_graphs_are_counted_and_their_peak_is_of_those_that_live_together():
+    observer = StepObserver(PLAN, needs_reference=True)
+    _apply(observer, _encoded("policy", graph_bytes=30), group=0)
+    _apply(observer, _encoded("policy", graph_bytes=50), group=1)
+    _apply(observer, bodies.PrefixBackpropagated(), group=0, event_id="once")
+    _apply(observer, bodies.PrefixBackpropagated(), group=0, event_id="once")
+    metrics = observer.record(None).metrics
+    assert (metrics["graphs_kept"], metrics["graph_bytes_peak"]) == (1, 80)
+    # The graph of group 1 had to go after all.
+    again = bodies.PrefixBackpropagated(recomputed=True, recompute_s=0.5)
+    _apply(observer, again, group=1)
+    metrics = observer.record(None).metrics
+    assert (metrics["graphs_kept"], metrics["prefixes_recomputed"]) == (1, 1)
+    assert metrics["time_prefix_recompute_s"] == 0.5
+
+
+def test_a_dropped_groups_graph_is_gone():
+    observer = StepObserver(PLAN, needs_reference=True)
+    _apply(observer, _encoded("policy", graph_bytes=30), group=0)
+    _apply(observer, bodies.GroupDropped(code="c", reason="r", sample=0), group=0)
+    _apply(observer, _encoded("policy", graph_bytes=50), group=1)
+    assert observer.record(None).metrics["graph_bytes_peak"] == 50

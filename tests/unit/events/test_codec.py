@@ -41,6 +41,7 @@ PLAN = StepPlan(
 LEARNER = Participant(service=Service.LEARNER, rank=2)
 BODIES = [
     bodies.StepBegan(plan=PLAN),
+    bodies.StepBegan(plan=PLAN, lease_room_bytes={"cpu": 1 << 40}),
     bodies.StepAborted(reason="why"),
     bodies.ParticipantJoined(participant=LEARNER, pid=5, incarnation="a"),
     bodies.ParticipantDied(participant=LEARNER, pid=5, incarnation="a", reason="eof"),
@@ -53,6 +54,12 @@ BODIES = [
     bodies.PrefixEncoded(
         role=bodies.ModelRole.REFERENCE, lease=LeaseId(1), weights_version=WeightsVersion(0)
     ),
+    bodies.PrefixEncoded(
+        role=bodies.ModelRole.POLICY,
+        lease=LeaseId(1),
+        weights_version=WeightsVersion(0),
+        graph_bytes=0,
+    ),
     bodies.WindowOpened(),
     bodies.WindowClosed(decode_iterations=3, response_tokens=12),
     bodies.GroupGenerated(
@@ -63,6 +70,7 @@ BODIES = [
     bodies.ResponsesTrained(lease=None, metrics={"loss": 1.0}),
     bodies.ResponsesTrained(lease=LeaseId(6), metrics={}),
     bodies.PrefixBackpropagated(),
+    bodies.PrefixBackpropagated(recomputed=True, recompute_s=0.25),
     bodies.WeightsPublished(weights_version=WeightsVersion(4), metrics={"norm": 0.5}),
     bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),
     bodies.TaskFailed(task="update", code="internal", type="X", message="m", retryable=True),

@@ -8,6 +8,7 @@ import pytest
 
 from rollplex.cli.__main__ import main
 from rollplex.plan.plan import NAIVE
+from rollplex.plan.request import MOST_GROUPS
 from rollplex.plan.table import Phase, TensorClass
 
 EXAMPLE = ["plan", "--model", "qwen2.5-vl-32b", "--gpus", "32", "--gpu", "h800"]
@@ -101,8 +102,20 @@ def test_nothing_fits(capsys):
         (["--model", "gpt"], "model = 'gpt': neither a folder"),
         (["--gpu", "tpu"], "gpu = 'tpu': legal are"),
         (["--train-tp", "5"], "train_tp = 5: qwen2.5-vl-32b has 40 heads"),
+        (["--prompts", "1" + 30 * "0"], f"prompts = 1{30 * '0'}: must be at most"),
+        (["--headroom", "nan"], "headroom = nan: must be a number"),
+        (["--headroom", "inf"], "headroom = inf: must be a number"),
+        (["--headroom", "1e300"], "headroom = 1e+300: must be a number"),
+        (["--headroom=-1"], "headroom = -1073741824 bytes: must be from 0"),
     ],
 )
 def test_wrong_input(capsys, arguments, message):
     assert main([*EXAMPLE, *arguments]) == 2
     assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_very_many_gpus_and_prompts(capsys):
+    code, text = printed(capsys, "--gpus", "800000000", "--prompts", str(MOST_GROUPS), "--json")
+    document = json.loads(text)
+    assert code == 0
+    assert document["parallel"]["train_tp"] == 8

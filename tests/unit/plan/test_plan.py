@@ -9,9 +9,9 @@ import pytest
 from common.config.recipe import TrainingConfig
 from common.errors import InvalidArgument
 from common.step.schedule import Schedule
+from common.vlm.shape import read_shape
 from rollplex.plan.plan import NAIVE, RESTORE_AHEAD_GROUPS, plans
 from rollplex.plan.request import Batch, PlanRequest
-from rollplex.plan.shape import read_shape
 from rollplex.plan.sizes import LOGITS_BYTES, NORM_PART_BYTES, RESERVE_BYTES
 from rollplex.plan.table import Phase, TensorClass
 from services.broker import arena_cuda

@@ -12,9 +12,9 @@ from common.vlm.bound import bound_model
 from common.vlm.model import SplitModel
 from common.vlm.prefix import PrefixKV
 from common.vlm.prompt import prepare_prompt
+from common.vlm.shape import read_shape, shape_of
 from common.vlm.tiny import FIRST_TEXT_ID, tiny_config, tiny_prompt
 from rollplex.plan.saved import Kept, tower, tower_inputs
-from rollplex.plan.shape import read_shape, shape_of
 
 CONFIG = tiny_config(layers=4, intermediate_size=192)
 SHAPE = shape_of(CONFIG.to_dict(), name="tiny")

@@ -15,9 +15,9 @@ from transformers import (
 
 from common.errors import InvalidArgument
 from common.vlm.errors import ModelFilesError, UnsupportedModel
+from common.vlm.published import PUBLISHED
+from common.vlm.shape import read_shape, shape_of
 from common.vlm.tiny import tiny_config
-from rollplex.plan.published import PUBLISHED
-from rollplex.plan.shape import read_shape, shape_of
 from rollplex.plan.weights import Split, parameter_count, rank_elements, weights
 
 QWEN3 = Qwen3VLConfig(
@@ -137,4 +137,27 @@ def test_a_key_that_is_no_size(value):
     config = json.loads(json.dumps(PUBLISHED["qwen2.5-vl-3b"]))
     config["text_config"]["num_hidden_layers"] = value
     with pytest.raises(InvalidArgument, match=r"text_config\.num_hidden_layers is .*positive"):
+        shape_of(config, name="a")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "message"),
+    [
+        (None, "text_config", [1], "text_config is .* legal is a table"),
+        (None, "vision_config", "x", "vision_config is 'x'; legal is a table"),
+        ("vision_config", "deepstack_visual_indexes", 5, r"deepstack_visual_indexes is 5; .* list"),
+        ("vision_config", "depth", 1.5, r"vision_config\.depth is 1\.5; .*positive integer"),
+    ],
+)
+def test_a_key_of_another_kind(table, key, value, message):
+    config = QWEN3.to_dict()
+    (config if table is None else config[table])[key] = value
+    with pytest.raises(InvalidArgument, match=message):
+        shape_of(config, name="a")
+
+
+def test_a_width_that_heads_do_not_divide():
+    config = json.loads(json.dumps(PUBLISHED["qwen2.5-vl-3b"]))
+    config["text_config"]["hidden_size"] = 2047
+    with pytest.raises(InvalidArgument, match=r"hidden_size is 2047; .* num_attention_heads = 16"):
         shape_of(config, name="a")

@@ -55,6 +55,15 @@ def test_prompts_are_kept_up_to_the_limit():
     assert kept.used_bytes == 10 * PATCH_BYTES
 
 
+def test_a_row_that_a_step_has_twice_keeps_what_was_made_of_it():
+    kept = store()
+    assert put(kept, 0, 3)
+    first = kept.get(("train", 0))
+    assert put(kept, 0, 3)
+    assert kept.get(("train", 0)) is first
+    assert kept.used_bytes == 3 * PATCH_BYTES
+
+
 def test_prompts_on_their_way_count():
     kept = store(patches=10)
     with kept.room(6 * PATCH_BYTES) as first, kept.room(6 * PATCH_BYTES) as second:

@@ -80,6 +80,23 @@ def test_a_strict_lane_skips_dropped_groups():
     ]
 
 
+def test_a_task_that_is_not_admitted_is_passed_over_and_asked_for_again():
+    asked = []
+
+    def admits(view, started, wanted):
+        asked.append((wanted, (Task.POLICY_VISION, 0) in started))
+        return wanted[1] == 1 or view.groups[0].vision is not None
+
+    lane = Lane(name="compute", tasks=(Task.POLICY_VISION,), admits=admits)
+    machine = StepMachine((lane,), needs_reference=False)
+    begun(machine, groups=2)
+    assert starts(machine.handle(event(PREPARED, 0))) == []
+    assert starts(machine.handle(event(PREPARED, 1))) == [(Task.POLICY_VISION, 1)]
+    assert starts(machine.task_ended(Task.POLICY_VISION, GroupId(1))) == []
+    assert starts(machine.handle(event(VISION, 0))) == [(Task.POLICY_VISION, 0)]
+    assert asked[-1] == ((Task.POLICY_VISION, 0), False)
+
+
 def test_a_new_epoch_ends_the_older_one():
     machine = StepMachine(LANES, needs_reference=False)
     begun(machine, groups=1)

@@ -42,7 +42,8 @@ def decoding(live, *, during=lambda iterations: None):
         thread.join()
 
 
-def test_the_time_of_an_iteration_is_found(live):
+def test_the_time_of_an_iteration_is_found(live, monkeypatch):
+    monkeypatch.setattr(decode_watch, "LIMIT_S", 20.0)  # on a machine with other work to do
     with decoding(live):
         before = live.reading()
         seconds = watched_iteration_s(live)

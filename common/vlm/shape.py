@@ -1,4 +1,4 @@
-"""The numbers of a model that decide how many bytes its tensors have."""
+"""The numbers of a model that decide how many bytes its tensors have. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import InvalidArgument
 from common.vlm.errors import UnsupportedModel
 from common.vlm.files import CONFIG_FILE, read_json
-from rollplex.plan.published import PUBLISHED
+from common.vlm.published import PUBLISHED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,20 +103,31 @@ def read_shape(model: str) -> ModelShape:
     return shape_of(read_json(folder / CONFIG_FILE), name=model)
 
 
+def vision_ranks(vision: VisionShape, ranks: int) -> int:
+    """Over how many of the ranks the tower is split: all, or 1 where its shape does not divide."""
+    divides = vision.heads % ranks == 0 and vision.inner % ranks == 0
+    return ranks if divides else 1
+
+
 def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """The shape that a ``config.json`` describes, its text part nested or flat.
 
     Raises: UnsupportedModel for another type of model; InvalidArgument naming a key that is
-        absent or no positive integer.
+        absent or has a value of another kind, and what is legal.
     """
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UnsupportedModel(
             f"{name}: model_type is {model_type!r}; legal are {', '.join(MODEL_TYPES)}"
         )
-    text = _Keys(name, "text_config", config.get("text_config") or config)
+    text = _Keys(name, "text_config", _table(config, "text_config", name) or config)
     newer = model_type == QWEN3
     heads, width = text.number("num_attention_heads"), text.number("hidden_size")
+    if not newer and width % heads:
+        raise InvalidArgument(
+            f"{name}: text_config.hidden_size is {width}; legal is a multiple of "
+            f"num_attention_heads = {heads}"
+        )
     head_width = text.number("head_dim") if newer else width // heads
     bias = bool(text.values.get("attention_bias", False)) if newer else True
     tied = config.get("tie_word_embeddings") or text.values.get("tie_word_embeddings")
@@ -134,7 +145,7 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> ModelShape:
         output_bias=newer and bias,
         head_norms=newer,
         tied=bool(tied),
-        vision=_vision_shape(model_type, name, config.get("vision_config") or {}),
+        vision=_vision_shape(model_type, name, _table(config, "vision_config", name)),
     )
 
 
@@ -154,9 +165,17 @@ def _vision_shape(model_type: str, name: str, values: Mapping[str, Any]) -> Visi
         * vision.number("patch_size") ** 2,
         merged_patches=vision.number("spatial_merge_size") ** 2,
         out_width=vision.number("out_hidden_size"),
-        deepstack=len(known["deepstack_visual_indexes"]) if newer else 0,
+        deepstack=vision.length("deepstack_visual_indexes") if newer else 0,
         positions=vision.number("num_position_embeddings") if newer else 0,
     )
+
+
+def _table(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """A table inside a configuration; empty where it is absent."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"{name}: {key} is {found!r}; legal is a table of keys")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +193,9 @@ class _Keys:
                 f"{self.name}: {self.table}.{key} is {value!r}; legal is a positive integer"
             )
         return value
+
+    def length(self, key: str) -> int:
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            raise InvalidArgument(f"{self.name}: {self.table}.{key} is {value!r}; legal is a list")
+        return len(value)

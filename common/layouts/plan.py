@@ -1,0 +1,220 @@
+"""Which memory two layouts of one model share on every GPU. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from common.errors import InvalidArgument
+from common.layouts.sharing import Cluster, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from common.layouts.sharing import ClusterSharing, TensorSharing
+    from common.layouts.tensors import Layout, RankTensor
+
+
+@dataclass(frozen=True)
+class GpuSharing:
+    """One GPU's ranks and what they share.
+
+    Attributes:
+        train_rank: rank inside its training replica.
+        rollout_rank: rank inside its rollout replica.
+        rollout_replica: counted over all GPUs.
+        element_bytes: of one element.
+    """
+
+    gpu: int
+    train_rank: int
+    rollout_rank: int
+    rollout_replica: int
+    clusters: tuple[ClusterSharing, ...]
+    element_bytes: int
+
+    @cached_property
+    def alias_bytes(self) -> int:
+        """What the rollout reads where training wrote it."""
+        return self._rollout_bytes(lambda one: one.alias_elements)
+
+    @cached_property
+    def gather_bytes(self) -> int:
+        """What is collected after an update into buffers shared with training."""
+        return self._rollout_bytes(lambda one: one.moved_elements if one.kind is Kind.GATHER else 0)
+
+    @cached_property
+    def rebuild_bytes(self) -> int:
+        """Buffers of the rollout's own."""
+        return self._rollout_bytes(lambda one: one.tensor.numel if one.kind is Kind.REBUILD else 0)
+
+    @cached_property
+    def full_second_copy_bytes(self) -> int:
+        """The rollout's whole shard: what it would take if nothing were shared."""
+        return self._rollout_bytes(lambda one: one.tensor.numel)
+
+    @cached_property
+    def train_bytes(self) -> int:
+        """The training shard."""
+        return self.element_bytes * sum(
+            tensor.numel * tensor.count for one in self.clusters for tensor in one.train
+        )
+
+    @cached_property
+    def extra_bytes(self) -> int:
+        """All memory for the rollout's weights beyond the training shard."""
+        return self.element_bytes * sum(
+            one.extra_elements * one.train[0].count for one in self.clusters
+        )
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        """Most that is held while one tensor is collected."""
+        return self.element_bytes * max(
+            (tensor.scratch_elements for one in self.clusters for tensor in one.rollout), default=0
+        )
+
+    def _rollout_bytes(self, elements: Callable[[TensorSharing], int]) -> int:
+        return self.element_bytes * sum(
+            elements(tensor) * tensor.tensor.count
+            for one in self.clusters
+            for tensor in one.rollout
+        )
+
+
+@dataclass(frozen=True)
+class SharingPlan:
+    """What all GPUs share.
+
+    Attributes:
+        plain_alias_bytes: of all GPUs, had the rollout's ranks the order of the GPUs.
+    """
+
+    train: Layout
+    rollout: Layout
+    gpus: tuple[GpuSharing, ...]
+    plain_alias_bytes: int
+
+
+def plan_sharing(
+    train: Layout, rollout: Layout, *, element_bytes: int, gpus: int | None = None
+) -> SharingPlan:
+    """Place the rollout's ranks so that the most bytes alias, and say what every GPU shares.
+
+    GPU g has training rank ``g % train.degree``. Replicas of both lie inside blocks of the least
+    common multiple of the degrees.
+
+    Args:
+        element_bytes: of one element of every tensor.
+        gpus: of the whole run; by default one block.
+    Raises: InvalidArgument if `gpus` is no multiple of a block.
+    """
+    block = math.lcm(train.degree, rollout.degree)
+    gpus = block if gpus is None else gpus
+    if gpus < 1 or gpus % block:
+        raise InvalidArgument(
+            f"gpus = {gpus}: with TP {train.degree} in training and TP {rollout.degree} in the "
+            f"rollout legal are multiples of {block}"
+        )
+    joined = clusters(train, rollout)
+    alias_bytes = element_bytes * _alias_elements(joined, train.degree, rollout.degree)
+    slots = _best_slots(alias_bytes, block)
+    shared = _shared(
+        joined, {(gpu % train.degree, slots[gpu] % rollout.degree) for gpu in range(block)}
+    )
+    made: list[GpuSharing] = []
+    for gpu in range(gpus):
+        replica, rank = divmod(slots[gpu % block] + gpu // block * block, rollout.degree)
+        pair = (gpu % train.degree, rank)
+        made.append(GpuSharing(gpu, *pair, replica, shared[pair], element_bytes))
+    plain = sum(int(alias_bytes[gpu % train.degree, gpu % rollout.degree]) for gpu in range(gpus))
+    return SharingPlan(train, rollout, tuple(made), plain)
+
+
+def _alias_elements(joined: Sequence[Cluster], train: int, rollout: int) -> NDArray[np.int64]:
+    """What every pair of ranks could alias on one GPU. Returns: [train, rollout], all layers."""
+    total = np.zeros((train, rollout), dtype=np.int64)
+    for cluster in joined:
+        # ranks that hold the same, as of tensors that are not cut, are looked at once
+        made: dict[tuple[int, int], int] = {}
+        for pair in np.ndindex(train, rollout):
+            key = (
+                cluster.train.index(cluster.train[pair[0]]),
+                cluster.rollout.index(cluster.rollout[pair[1]]),
+            )
+            if key not in made:
+                tensors = cluster.best(*key).rollout if cluster.overlaps(*key) else ()
+                made[key] = sum(one.alias_elements * one.tensor.count for one in tensors)
+            total[pair] += made[key]
+    return total
+
+
+def _best_slots(alias_bytes: NDArray[np.int64], block: int) -> list[int]:
+    """A place in the rollout for each GPU of a block; places count ranks, replica by replica.
+
+    Of equally good orders it is one near the plain order.
+    """
+    train, rollout = alias_bytes.shape
+    places = np.arange(block)
+    benefit = alias_bytes[np.ix_(places % train, places % rollout)].astype(np.float64)
+    _, slots = linear_sum_assignment(benefit * (block + 1) + np.eye(block), maximize=True)
+    return [int(slot) for slot in slots]
+
+
+def _shared(
+    joined: Sequence[Cluster], pairs: set[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[ClusterSharing, ...]]:
+    """What each pair of a training rank and a rollout rank that is on some GPU shares there."""
+    beside: dict[int, list[int]] = {}
+    for train_rank, rollout_rank in sorted(pairs):
+        beside.setdefault(train_rank, []).append(rollout_rank)
+    made: dict[tuple[int, int], tuple[ClusterSharing, ...]] = {}
+    for train_rank, rollout_ranks in beside.items():
+        together = [cluster.together(train_rank, rollout_ranks) for cluster in joined]
+        for rollout_rank in rollout_ranks:
+            made[train_rank, rollout_rank] = tuple(one[rollout_rank] for one in together)
+    return made
+
+
+def clusters(train: Layout, rollout: Layout) -> list[Cluster]:
+    """The tensors of both layouts, grouped by the logical tensors that they have in common.
+
+    Raises: InvalidArgument naming the logical tensors that only one of them has.
+    """
+    names = [
+        {part.tensor.name for one in layout.ranks[0] for part in one.parts}
+        for layout in (train, rollout)
+    ]
+    if names[0] != names[1]:
+        raise InvalidArgument(
+            f"layouts of different models: only one has {', '.join(sorted(names[0] ^ names[1]))}"
+        )
+    groups: list[set[str]] = []
+    for tensor in (*train.ranks[0], *rollout.ranks[0]):
+        joined = {part.tensor.name for part in tensor.parts}
+        for group in [group for group in groups if group & joined]:
+            groups.remove(group)
+            joined |= group
+        groups.append(joined)
+    return [
+        Cluster(
+            train=_of_group(train, group),
+            rollout=_of_group(rollout, group),
+            train_in_blocks=train.in_blocks,
+            rollout_in_blocks=rollout.in_blocks,
+        )
+        for group in groups
+    ]
+
+
+def _of_group(layout: Layout, group: set[str]) -> tuple[tuple[RankTensor, ...], ...]:
+    return tuple(
+        tuple(one for one in rank if one.parts[0].tensor.name in group) for rank in layout.ranks
+    )

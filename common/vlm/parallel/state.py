@@ -1,0 +1,130 @@
+"""State that is spread over the ranks: whole tensors from shards, and the norm of all gradients.
+
+Shapes: E = elements of a rank's flat buffer, Et = its trainable ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from common.vlm.checkpoint import DEFAULT_SHARD_BYTES, write_checkpoint
+from common.vlm.parallel.modules import group_sum
+from common.vlm.parallel.shards import rank_layout, shards
+from common.weights.binding import views
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import Qwen2_5_VLConfig
+
+    from common.vlm.parallel.shards import Shard
+    from common.vlm.shape import ModelShape
+    from common.weights.layout import TensorEntry, WeightLayout
+
+
+def take_shard(whole: Tensor, part: Shard) -> Tensor:
+    """A rank's part of a whole tensor; fresh storage if it has several boxes."""
+    pieces = [whole[tuple(slice(*one) for one in box.ranges)] for box in part.boxes]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def put_shard(whole: Tensor, part: Shard, values: Tensor) -> None:
+    """Write a rank's part into the whole tensor."""
+    rows = [box.shape[0] for box in part.boxes]
+    for box, piece in zip(part.boxes, values.split(rows), strict=True):
+        whole[tuple(slice(*one) for one in box.ranges)] = piece
+
+
+class GlobalNorm:
+    """The norm of all gradients of all ranks, each distinct element counted once.
+
+    For `common.rl.optimizer.apply_update`; the same number on every rank.
+    """
+
+    def __init__(self, layout: WeightLayout, parts: Mapping[str, Shard], mesh: DeviceMesh) -> None:
+        """Find what this rank counts.
+
+        Args:
+            layout: of this rank.
+            parts: of this rank.
+            mesh: of the ranks.
+        """
+        self._layout = layout
+        self._mesh = mesh
+        self._counted = [
+            entry.name
+            for entry in layout.trainable_entries
+            if parts[entry.name].holders[0] == layout.rank
+        ]
+
+    def __call__(self, gradients: Tensor) -> float:
+        """The norm; NaN or infinite if any rank's part is.
+
+        Args:
+            gradients: [Et] of this rank; only read.
+        Sync: one, and one sum over the ranks.
+        """
+        squares = gradients.new_zeros((), dtype=torch.float64)
+        for part in views(gradients, self._layout, self._counted).values():
+            squares += torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        return math.sqrt(float(group_sum(squares, self._mesh)))
+
+
+def save_shards(
+    path: str | Path,
+    config: Qwen2_5_VLConfig,
+    layout: WeightLayout,
+    shape: ModelShape,
+    flat: Tensor,
+    mesh: DeviceMesh,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint of the whole model from all ranks' buffers; every rank has to call this.
+
+    Rank 0 of the mesh gathers one tensor at a time and writes the files, as `write_checkpoint`.
+
+    Args:
+        path, config, max_shard_bytes: as there; rank 0's are used.
+        layout: of the whole model (world 1).
+        shape: of the model.
+        flat: [E] of this rank.
+        mesh: of the ranks.
+    """
+    degree = mesh.size()
+    parts = [shards(layout, shape, rank=rank, degree=degree) for rank in range(degree)]
+    rank = mesh.get_local_rank()
+    mine = views(flat, rank_layout(layout, parts[rank], rank=rank, degree=degree))
+
+    def whole(entry: TensorEntry) -> Tensor:
+        return _gather(mine[entry.name], [one[entry.name] for one in parts], mesh)
+
+    if rank == 0:
+        write_checkpoint(
+            path, config, layout, whole, dtype=flat.dtype, max_shard_bytes=max_shard_bytes
+        )
+    else:
+        for entry in layout.entries:
+            whole(entry)
+
+
+def _gather(own: Tensor, parts: list[Shard], mesh: DeviceMesh) -> Tensor:
+    """The whole tensor on rank 0; on the others whatever they have of it."""
+    rank = mesh.get_local_rank()
+    if len(parts[rank].holders) == len(parts):
+        return own
+    received = [torch.empty_like(own) for _ in parts] if rank == 0 else None
+    dist.gather(own.contiguous(), received, group=mesh.get_group(), group_dst=0)
+    if received is None:
+        return own
+    result = own.new_empty(parts[0].whole)
+    for part, values in zip(parts, received, strict=True):
+        put_shard(result, part, values)
+    return result

@@ -1,0 +1,204 @@
+"""Which prefix may run now, so that K/V never fill the room that the step needs to end.
+
+Some room, the reserve, is kept for the one group that the step cannot go on without: K and V of
+both roles and their gradients, once, and everything small. A prefix that runs ahead is admitted
+while it leaves the reserve free. One that is due is admitted in any case: it takes its part of the
+reserve, and `due_*` say that no other prefix of its role has that part, and that what the group
+needs beyond it is there. So the group that is due comes to its end, its leases are released, and
+the next one is due: whatever the room is, as long as the reserve fits into it.
+
+A function of the step's events and of what was started, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from common.events.bodies import ModelRole
+from common.gpu.driver import device_uuid
+from common.step.schedule import ORDER, PREFILL_FROM_LEASE, AccumulationOrder, Condition
+from common.step.tasks import Task
+from common.tensors.device import HOST
+from common.tensors.errors import ArenaFull
+from common.vlm.loading import text_config
+from common.vlm.prefix import packed_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from common.ids import GroupId
+    from common.step.machine import Subject
+    from common.step.view import GroupView, StepView
+    from common.worker.context import RunContext
+    from common.worker.weights import ModelShape
+
+
+GPU_PAGE_BYTES = 2 << 20
+HOST_PAGE_BYTES = 4 << 10
+SMALL_BYTES_PER_TOKEN = 64
+"""Token ids, positions, kinds, log-probabilities and scores: 8 bytes each."""
+ROLES = (Task.POLICY_PREFIX, Task.REFERENCE_PREFIX)
+SMALL_BYTES = 64 << 10
+"""A group's row, and what is lost to whole pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSizes:
+    """Bytes of the leases of one group in the arena that the K/V are in."""
+
+    kv_bytes_per_token: int
+    gradient_bytes_per_token: int
+    vision_bytes_per_token: int
+    small_bytes_per_token: int = 0
+    small_bytes: int = 0
+    """Of a group's other leases, where they are in the same arena."""
+    page_bytes: int = 1
+    longest_tokens: int
+    """Of a prompt that is not prepared yet."""
+
+    def kv(self, state: GroupView) -> int:
+        """Of one role."""
+        return self._paged(self.kv_bytes_per_token * self._prefix_tokens(state))
+
+    def gradient(self, state: GroupView) -> int:
+        """Of the policy's K and V."""
+        return self._paged(self.gradient_bytes_per_token * self._prefix_tokens(state))
+
+    def small(self, state: GroupView) -> int:
+        """Of everything else, as if all of it were there at once."""
+        prompt = state.prepared
+        vision = self.longest_tokens if prompt is None else prompt.vision_tokens
+        tokens = self._prefix_tokens(state)
+        return (
+            self._paged(self.vision_bytes_per_token * vision)
+            + self.small_bytes_per_token * tokens
+            + self.small_bytes
+        )
+
+    def _prefix_tokens(self, state: GroupView) -> int:
+        prompt = state.prepared
+        return self.longest_tokens if prompt is None else prompt.prompt_tokens - 1
+
+    def _paged(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.page_bytes) * self.page_bytes
+
+
+def kv_admission(context: RunContext, shape: ModelShape) -> Admission:
+    """Of one run, by the sizes that its model's tensors have."""
+    recipe, config = context.recipe, shape.config
+    elements = math.prod(packed_shape(config, 1))
+    on_gpu = context.device.type == "cuda"
+    responses = recipe.rollout.samples_per_group * recipe.rollout.max_new_tokens
+    sizes = LeaseSizes(
+        kv_bytes_per_token=elements * context.dtype.itemsize,
+        gradient_bytes_per_token=elements * context.accumulator_dtype.itemsize,
+        vision_bytes_per_token=text_config(config).hidden_size * context.dtype.itemsize,
+        small_bytes_per_token=0 if on_gpu else SMALL_BYTES_PER_TOKEN,
+        small_bytes=0 if on_gpu else SMALL_BYTES + SMALL_BYTES_PER_TOKEN * responses,
+        page_bytes=GPU_PAGE_BYTES if on_gpu else HOST_PAGE_BYTES,
+        longest_tokens=recipe.data.max_prompt_tokens,
+    )
+    device = device_uuid(context.device.index) if on_gpu else HOST
+    return Admission(sizes, device=device)
+
+
+class Admission:
+    """For `Lane.admits`. Args: device: whose room it is, as in `StepBegan.lease_room_bytes`."""
+
+    def __init__(self, sizes: LeaseSizes, *, device: str) -> None:
+        self._sizes = sizes
+        self._device = device
+
+    def __call__(self, view: StepView, started: Collection[Subject], wanted: Subject) -> bool:
+        """Whether a task of a group may start, as far as its lease is concerned.
+
+        Args: started: what this process has started in this epoch.
+        """
+        task, group = wanted
+        room_bytes = view.lease_room_bytes.get(self._device)
+        if room_bytes is None or group is None or task not in ROLES:
+            return True
+        state, leases = view.groups[group], Leases(view, started)
+        due = due_policy if task is Task.POLICY_PREFIX else due_reference
+        if due(leases, state):
+            return True
+        more_bytes = self._sizes.kv(state) + self._reserve(view)
+        return self._taken(leases) + more_bytes <= room_bytes
+
+    def require_room(self, view: StepView, group: GroupId) -> None:
+        """Raises ArenaFull where a group could never come to its end: no release would help."""
+        room_bytes = view.lease_room_bytes.get(self._device)
+        needed_bytes = self._chain(view, view.groups[group])
+        if room_bytes is not None and needed_bytes > room_bytes:
+            raise ArenaFull(
+                f"prefix K/V and gradients of group {group} need {needed_bytes} bytes at the same "
+                f"time; of {self._device}, {room_bytes} bytes are not taken for the whole run: "
+                "waiting cannot help; raise hbm_budget_gib (a GPU) or arena_gib (the host), or "
+                "lower data.max_prompt_tokens",
+                size_bytes=needed_bytes,
+            )
+
+    def _taken(self, leases: Leases) -> int:
+        """K, V and gradients of all groups."""
+        sizes, taken = self._sizes, 0
+        for state in leases.view.living:
+            taken += sizes.kv(state) * (leases.policy(state) + leases.reference(state))
+            if state.trained is not None and not state.done:
+                taken += sizes.gradient(state)
+        return taken
+
+    def _reserve(self, view: StepView) -> int:
+        left = [state for state in view.living if not state.done]
+        longest = max((self._chain(view, state) for state in left), default=0)
+        return longest + sum(self._sizes.small(state) for state in left)
+
+    def _chain(self, view: StepView, state: GroupView) -> int:
+        """What one group has at the same time, at most."""
+        roles = 1 + view.needs_reference
+        return self._sizes.kv(state) * roles + self._sizes.gradient(state)
+
+
+class Leases:
+    """Which K and V there are, or will be when what was started has ended."""
+
+    def __init__(self, view: StepView, started: Collection[Subject]) -> None:
+        self.view = view
+        self._started = started
+
+    def policy(self, state: GroupView) -> bool:
+        """Whether there are the policy's K and V of a group."""
+        return (Task.POLICY_PREFIX, state.group) in self._started and state.trained is None
+
+    def reference(self, state: GroupView) -> bool:
+        """Whether there are the reference's."""
+        return (Task.REFERENCE_PREFIX, state.group) in self._started and state.scored is None
+
+
+def due_policy(leases: Leases, state: GroupView) -> bool:
+    """Whether the step cannot go on without the policy's prefix of a group.
+
+    Where groups train in group order, it is the first one that is not done. Where they decode from
+    their prefix, which they do in group order, it is the first one without a prefix, once all that
+    decode before it are trained.
+    """
+    view = leases.view
+    if ORDER[view.plan.schedule] is AccumulationOrder.GROUP:
+        return view.holds(Condition.PREVIOUS_DONE, state)
+    return all(s.trained is not None for s in view.living if s.group < state.group)
+
+
+def due_reference(leases: Leases, state: GroupView) -> bool:
+    """Whether scoring cannot go on without the reference's prefix of a group.
+
+    No other group that can be scored without it may have one. Where groups decode from their policy
+    prefix those are the first ones, up to one without; else all.
+    """
+    view = leases.view
+    scorable = view.living
+    if view.plan.schedule in PREFILL_FROM_LEASE:
+        ordered = sorted(view.living, key=lambda other: other.group)
+        scorable = list(takewhile(lambda other: ModelRole.POLICY in other.prefixes, ordered))
+    return state in scorable and not any(map(leases.reference, scorable))

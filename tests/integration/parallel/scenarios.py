@@ -1,0 +1,89 @@
+"""What the ranks compute: the same step at every tensor-parallel degree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.rl.config import AlgorithmConfig
+from common.rl.sampling import SamplingParams
+from common.vlm.loading import suppressed_token_ids
+from common.vlm.tiny import tiny_config
+from common.vlm.verification_cases import make_case
+
+DEGREES = (1, 2, 4)
+WORLD = 4
+GROUPS = {1: ((0,), (1,), (2,), (3,)), 2: ((0, 1), (2, 3)), 4: ((0, 1, 2, 3),)}
+RUNS = {1: (0,), 2: (2, 3), 4: (0, 1, 2, 3)}
+"""Which ranks run a degree: rank 0 has the model to itself beside a group of two."""
+TEMPERATURE = 0.7
+ALGORITHM = AlgorithmConfig(weight_decay=0.1, max_grad_norm=0.5, learning_rate=1e-4)
+TOKENS = 14
+"""By which the update divides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    dtype: torch.dtype
+    tied: bool
+    vision_heads: int
+    """Two are whole on each of four ranks, four are split."""
+    train_vision: bool
+    checkpointing: bool
+    tolerance: float
+
+    @property
+    def config(self) -> Any:
+        return tiny_config(
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=48,
+            tie_word_embeddings=self.tied,
+            vision_heads=self.vision_heads,
+        )
+
+    @property
+    def cases(self) -> list[Any]:
+        return [
+            make_case(self.config, (3, 0, 4), seed=1, images=[(1, 4, 8)], text_tokens=3),
+            make_case(self.config, (2, 2), seed=2, text_tokens=1),
+            make_case(self.config, (1, 2), seed=3, text_tokens=6),
+        ]
+
+    def sampling(self, *, greedy: bool) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=6,
+            stop_token_ids=(8, 9, 10),
+            temperature=0.0 if greedy else TEMPERATURE,
+            suppressed_token_ids=suppressed_token_ids(self.config),
+        )
+
+
+SCENARIOS = {
+    "split tower, own head": Scenario(
+        dtype=torch.float64,
+        tied=False,
+        vision_heads=4,
+        train_vision=True,
+        checkpointing=True,
+        tolerance=1e-10,
+    ),
+    "whole tower, tied head": Scenario(
+        dtype=torch.float32,
+        tied=True,
+        vision_heads=2,
+        train_vision=True,
+        checkpointing=False,
+        tolerance=1e-5,
+    ),
+    "frozen tower": Scenario(
+        dtype=torch.float32,
+        tied=False,
+        vision_heads=4,
+        train_vision=False,
+        checkpointing=False,
+        tolerance=1e-5,
+    ),
+}

@@ -1,0 +1,281 @@
+"""Whole steps on a real broker's state, with events that come back late, drops and deaths.
+
+Every task is there, with the leases that it takes, holds and gives back; what starts, ends or
+arrives next is the test's choice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.events import bodies
+from common.events.bodies import ModelRole
+from common.ids import GroupId, LeaseId, Participant
+from common.step.schedule import Schedule
+from common.step.tasks import Task
+from common.step.view import StepView
+from services.broker.instructions import AnnounceStepBegan
+from services.prefix_encoder.admission import LeaseSizes
+from tests.unit.broker.driver import (
+    ENCODER,
+    LEARNER,
+    PAGE,
+    REFERENCE,
+    ROLLOUT,
+    Driver,
+)
+from tests.unit.step.test_schedule import event, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.step.machine import Admits
+
+COMPUTE = (Task.PREFIX_BACKWARD, Task.POLICY_VISION, Task.POLICY_PREFIX, Task.REFERENCE_PREFIX)
+"""Of the prefix-encoder: one at a time, a wait for room included."""
+TASKS = (*COMPUTE, Task.PREPARE, Task.DECODE, Task.REFERENCE_SCORE, Task.RESPONSE_TRAIN)
+MAKES = {
+    Task.POLICY_VISION: "vision",
+    Task.POLICY_PREFIX: "policy",
+    Task.REFERENCE_PREFIX: "reference",
+    Task.RESPONSE_TRAIN: "gradient",
+}
+READS = {
+    Task.REFERENCE_SCORE: (REFERENCE, "reference"),
+    Task.RESPONSE_TRAIN: (LEARNER, "policy"),
+    Task.PREFIX_BACKWARD: (ENCODER, "gradient"),
+}
+PEOPLE = (ENCODER, LEARNER, REFERENCE, ROLLOUT)
+SIZES = LeaseSizes(
+    kv_bytes_per_token=300,
+    gradient_bytes_per_token=500,
+    vision_bytes_per_token=100,
+    page_bytes=PAGE,
+    longest_tokens=60,
+)
+
+
+def reserve_pages(tokens: list[int]) -> int:
+    """The least room of a step: K and V of both roles and gradients once, everybody's vision."""
+    longest = max(tokens) - 1
+    chain = 2 * _pages(300 * longest) + _pages(500 * longest)
+    return chain + sum(_pages(100 * (count // 2)) for count in tokens)
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE)
+
+
+@dataclass
+class Play:
+    """One step, through as many epochs as it takes."""
+
+    schedule: Schedule
+    tokens: list[int]
+    """Of each prompt."""
+    room_pages: int
+    admits: Admits
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.drive = Driver(capacity_pages=self.room_pages)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next epoch. Whoever holds something of the one before lets go."""
+        self.epoch += 1
+        said = self.drive.begin(self.epoch)
+        (room,) = [s.lease_room_bytes for s in said if isinstance(s, AnnounceStepBegan)]
+        self.view = StepView(
+            plan(self.schedule, groups=len(self.tokens), epoch=self.epoch),
+            needs_reference=True,
+            lease_room_bytes=room,
+        )
+        self.started: set[tuple[Task, int]] = set()
+        self.running: dict[tuple[Task, int], Running] = {}
+        self.leases: dict[tuple[str, int], LeaseId] = {}
+        self.coming: deque[tuple[bodies.Body, int]] = deque()
+        self.iteration = 0
+
+    def run(
+        self, choose: Callable[[list], tuple], disturb: Callable[[], None] = lambda: None
+    ) -> None:
+        """To its end, or until nothing can be done."""
+        while True:
+            disturb()
+            moves = [("start", *key) for key in self.ready()]
+            moves += [("finish", *key) for key in self.running if self.may_finish(key)]
+            moves += [("deliver", None, None)] * bool(self.coming)
+            if not moves:
+                return
+            what, task, group = choose(moves)
+            getattr(self, what)(task, group)
+
+    def ready(self) -> list[tuple[Task, int]]:
+        """What could be started now."""
+        busy = any(task in COMPUTE for task, _ in self.running)
+        return [
+            (task, group)
+            for task in TASKS
+            for group in self.view.subjects(task)
+            if (task, group) not in self.started
+            and not (busy and task in COMPUTE)
+            and self.view.may_start(task, group)
+            and (task is not Task.DECODE or self._decodes_next(group))
+            and (task not in COMPUTE or self.admits(self.view, self.started, (task, group)))
+        ]
+
+    def _decodes_next(self, group: int) -> bool:
+        before = [other.group for other in self.view.living if other.group < group]
+        return all((Task.DECODE, other) in self.started for other in before)
+
+    def start(self, task: Task, group: int) -> None:
+        """Take what it reads, ask for what it makes."""
+        self.started.add((task, group))
+        if task is Task.DECODE and not self.view.window_opened:
+            assert self.view.apply(event(bodies.WindowOpened(), epoch=self.epoch))
+        running = Running()
+        reader, name = self._reads(task)
+        lease = self.leases.get((name, group))
+        if lease is not None:
+            self.drive.answer(self.drive.acquire(reader, lease, epoch=self.epoch))
+            running.held = (reader, lease)
+        if size := self._makes_bytes(task, group):
+            running.maker, consumers = self._maker(task)
+            running.request = self.drive.allocate(
+                running.maker, *consumers, epoch=self.epoch, size_pages=_pages(size)
+            )
+        self.running[task, group] = running
+
+    def may_finish(self, key: tuple[Task, int]) -> bool:
+        """Whether it has the room that it has asked for."""
+        request = self.running[key].request
+        return request is None or not self.drive.waits(request)
+
+    def finish(self, task: Task, group: int) -> None:
+        """Seal what it made, release what it read, tell of it."""
+        running = self.running.pop((task, group))
+        if running.request is not None:
+            lease = self.drive.answer(running.request).lease_id
+            self.drive.seal(running.maker, lease)
+            self.leases[MAKES[task], group] = lease
+        if running.held is not None:
+            self.drive.release(*running.held)
+        self.coming.extend((body, group) for body in self._told(task, group))
+
+    def deliver(self, *_: object) -> None:
+        """Events come back in order, some time after the task that sent them has ended."""
+        body, group = self.coming.popleft()
+        assert self.view.apply(event(body, group, epoch=self.epoch))
+
+    def drop(self, group: int) -> None:
+        """The group takes no further part: producers abandon its leases, readers let go."""
+        dropped = bodies.GroupDropped(code="c", reason="r", sample=0)
+        assert self.view.apply(event(dropped, group, epoch=self.epoch))
+        for key in [key for key in self.running if key[1] == group]:
+            self._give_up(self.running.pop(key))
+        for name, owner in [key for key in self.leases if key[1] == group]:
+            maker = LEARNER if name == "gradient" else ENCODER
+            self.drive.abandon(maker, self.leases.pop((name, owner)))
+        self.coming = deque(told for told in self.coming if told[1] != group)
+
+    def kill(self, who: Participant) -> None:
+        """A death ends the epoch; the next one begins."""
+        self.drive.kill(who)
+        self.drive.abort(self.epoch)
+        for running in self.running.values():
+            self._give_up(running, dead=who)
+        assert self.drive.state.lease_states() == {}
+        self.drive.join(who)
+        self.begin()
+
+    def _give_up(self, running: Running, dead: Participant | None = None) -> None:
+        if running.held is not None and running.held[0] != dead:
+            self.drive.release(*running.held)
+        if running.request is None or running.maker == dead:
+            return
+        if self.drive.waits(running.request):
+            self.drive.cancel(running.maker, running.request)
+            return
+        reply = self.drive.answers[running.request]
+        if hasattr(reply, "lease_id"):
+            self.drive.abandon(running.maker, reply.lease_id)
+
+    def _reads(self, task: Task) -> tuple[Participant, str]:
+        fused = self.schedule is Schedule.FUSED
+        decode = (ROLLOUT, "policy" if fused else "vision")
+        return decode if task is Task.DECODE else READS.get(task, (ROLLOUT, ""))
+
+    def _maker(self, task: Task) -> tuple[Participant, tuple[Participant, ...]]:
+        match MAKES[task]:
+            case "vision":
+                return ENCODER, (ROLLOUT,)
+            case "policy":
+                fused = self.schedule is Schedule.FUSED
+                return ENCODER, (LEARNER, ROLLOUT) if fused else (LEARNER,)
+            case "reference":
+                return ENCODER, (REFERENCE,)
+            case _:
+                return LEARNER, (ENCODER,)
+
+    def _makes_bytes(self, task: Task, group: int) -> int:
+        prefix = self.tokens[group] - 1
+        match MAKES.get(task):
+            case "vision" if self.schedule is not Schedule.FUSED:
+                return 100 * (self.tokens[group] // 2)
+            case "policy" | "reference":
+                return 300 * prefix
+            case "gradient":
+                return 500 * prefix
+            case _:
+                return 0
+
+    def _told(self, task: Task, group: int) -> list[bodies.Body]:
+        match task:
+            case Task.PREPARE:
+                return [
+                    bodies.GroupPrepared(
+                        prompt_lease=LeaseId(1),
+                        prompt_tokens=self.tokens[group],
+                        vision_tokens=self.tokens[group] // 2,
+                        last_token=1,
+                        start_position=0,
+                    )
+                ]
+            case Task.POLICY_VISION:
+                return [bodies.PolicyVisionEncoded(lease=None, weights_version=0)]
+            case Task.POLICY_PREFIX | Task.REFERENCE_PREFIX:
+                role = ModelRole(MAKES[task])
+                return [bodies.PrefixEncoded(role=role, lease=LeaseId(2), weights_version=0)]
+            case Task.DECODE:
+                self.iteration += 1
+                generated = bodies.GroupGenerated(
+                    lease=LeaseId(3),
+                    response_tokens=1,
+                    decode_iteration=self.iteration,
+                    weights_version=0,
+                )
+                return [generated, bodies.GroupRewarded(rewards=(1.0,), failures=0)]
+            case Task.REFERENCE_SCORE:
+                return [bodies.GroupScored(lease=LeaseId(4))]
+            case Task.RESPONSE_TRAIN:
+                return [bodies.ResponsesTrained(lease=LeaseId(5))]
+            case _:
+                return [bodies.PrefixBackpropagated()]
+
+
+@dataclass
+class Running:
+    """What a task waits for, and what it holds meanwhile."""
+
+    request: int | None = None
+    maker: Participant | None = None
+    held: tuple[Participant, LeaseId] | None = None
+
+
+def undropped(play: Play, wanted: set[int]) -> list[int]:
+    """Groups that may still be dropped."""
+    states = [play.view.groups.get(GroupId(group)) for group in sorted(wanted)]
+    return [s.group for s in states if s is not None and s.alive and s.generated is None]

@@ -1,0 +1,112 @@
+"""Prefixes wait for room, and whatever the room is, the one that is due never does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.ids import GroupId
+from common.step.schedule import Schedule
+from common.step.tasks import Task
+from common.step.view import StepView
+from common.tensors.errors import ArenaFull, BrokerTimeout
+from services.prefix_encoder.admission import Admission
+from tests.unit.broker.driver import ENCODER, FAR_S, LEARNER, PAGE
+from tests.unit.prefix_encoder.play import PEOPLE, SIZES, Play, reserve_pages, undropped
+from tests.unit.step.test_schedule import plan
+
+ADMITS = Admission(SIZES, device="cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from(Schedule),
+    tokens=st.lists(st.integers(2, 60), min_size=1, max_size=6),
+    extra=st.sampled_from([0, 0, 1, 3, 10, 40]),
+    drops=st.sets(st.integers(0, 5), max_size=2),
+    deaths=st.lists(st.sampled_from(PEOPLE), max_size=1),
+    seed=st.integers(0, 2**32),
+)
+def test_every_step_ends_and_frees_everything(schedule, tokens, extra, drops, deaths, seed):
+    play = Play(schedule, tokens, reserve_pages(tokens) + extra, ADMITS)
+    chance = random.Random(seed)
+
+    def disturb() -> None:
+        for group in undropped(play, drops):
+            if chance.random() < 0.1:
+                play.drop(group)
+                drops.discard(group)
+        if deaths and chance.random() < 0.02:
+            play.kill(deaths.pop())
+
+    play.run(chance.choice, disturb)
+    assert play.view.accumulated, (play.leases, play.running)
+    assert play.drive.state.lease_states() == {}
+    assert play.drive.used_pages == 0
+    assert play.drive.state.next_deadline_ns() is None
+
+
+def without_admission() -> Play:
+    tokens = [30] * 5
+    play = Play(Schedule.ROLLPLEX, tokens, reserve_pages(tokens), lambda *_: True)
+    play.run(lambda moves: moves[0])
+    return play
+
+
+def test_without_admission_prefixes_fill_the_room_and_nothing_ends():
+    play = without_admission()
+    assert not play.view.accumulated
+    (waiting,) = play.running.values()
+    assert play.drive.waits(waiting.request)
+
+
+def test_even_then_the_wait_ends_and_says_who_has_the_room():
+    play = without_admission()
+    (waiting,) = play.running.values()
+    play.drive.pass_time(FAR_S)
+    refusal = play.drive.refusal(waiting.request)
+    assert isinstance(refusal, BrokerTimeout)
+    assert f"{LEARNER} released it" in str(refusal)
+
+
+def test_what_no_release_could_make_room_for_is_refused_at_once():
+    play = Play(Schedule.SERIAL, [60], room_pages=2, admits=ADMITS)
+    request = play.drive.allocate(ENCODER, LEARNER, size_pages=3)
+    with pytest.raises(ArenaFull, match="waiting cannot help"):
+        play.drive.answer(request)
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_a_group_that_can_never_end_is_refused_at_once(missing_bytes):
+    view = StepView(
+        plan(Schedule.ROLLPLEX, groups=1),
+        needs_reference=True,
+        # longest_tokens: 5 pages of K/V for each role, 8 of gradients
+        lease_room_bytes={"cpu": (2 * 5 + 8) * PAGE - missing_bytes},
+    )
+    if not missing_bytes:
+        ADMITS.require_room(view, GroupId(0))
+        return
+    with pytest.raises(ArenaFull, match="of cpu, 73727 bytes are not taken for the whole run"):
+        ADMITS.require_room(view, GroupId(0))
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ROLLPLEX, Schedule.FUSED])
+def test_with_room_enough_everything_runs_ahead(schedule):
+    play = Play(schedule, [30] * 4, 200, ADMITS)
+    for task in (Task.PREPARE, Task.POLICY_VISION):
+        for group in range(4):
+            play.start(task, group)
+            play.finish(task, group)
+            play.deliver()
+    if schedule is Schedule.ROLLPLEX:
+        play.start(Task.DECODE, 0)
+    assert {group for task, group in play.ready() if task is Task.POLICY_PREFIX} == {0, 1, 2, 3}
+
+
+def test_room_that_nobody_has_told_of_is_no_limit():
+    view = StepView(plan(Schedule.ROLLPLEX, groups=2), needs_reference=True)
+    assert ADMITS(view, set(), (Task.POLICY_PREFIX, GroupId(1)))
