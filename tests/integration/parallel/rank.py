@@ -39,6 +39,11 @@ from tests.integration.parallel.scenarios import (
 )
 
 TIMEOUT_S = 200.0
+OPERATORS = {
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
 
 
 class Collectives(TorchDispatchMode):
@@ -49,8 +54,7 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented
-        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
-            self.count += 1
+        self.count += func in OPERATORS
         return func(*args, **(kwargs or {}))
 
 

@@ -77,8 +77,8 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def storage_bytes(model: Path) -> int:
     """What a run of a float32 policy with a reference keeps for its whole life."""
     weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    # weights of both roles, gradients, masters and two moments
-    return 6 * weights_bytes
+    # weights of both roles, which are the masters too, gradients, and two moments
+    return 5 * weights_bytes
 
 
 async def _stop_all(node: Node) -> None:
