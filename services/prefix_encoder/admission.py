@@ -1,11 +1,12 @@
 """Which prefix may run now, so that K/V never fill the room that the step needs to end.
 
-Some room, the reserve, is kept for the one group that the step cannot go on without: K and V of
-both roles and their gradients, once, and everything small. A prefix that runs ahead is admitted
-while it leaves the reserve free. One that is due is admitted in any case: it takes its part of the
-reserve, and `due_*` say that no other prefix of its role has that part, and that what the group
-needs beyond it is there. So the group that is due comes to its end, its leases are released, and
-the next one is due: whatever the room is, as long as the reserve fits into it.
+Some room, the reserve, is kept for what the step cannot go on without: K and V of the policy for
+one group, or for as many as decode from them at a time, of the reference and gradients for one
+group, and everything small. A prefix that runs ahead is admitted while it leaves the reserve free.
+One that is due is admitted in any case: it takes its part of the reserve. `due_policy` and
+`due_reference` say that this part is free, and that what the group needs beyond it comes. So what
+is due comes to its end, its leases are released, and the next one is due: whatever the room is, as
+long as the reserve fits into it.
 
 A function of the step's events and of what was started, and of nothing else.
 """
@@ -14,10 +15,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from common.events.bodies import ModelRole
 from common.gpu.driver import device_uuid
 from common.step.schedule import ORDER, PREFILL_FROM_LEASE, AccumulationOrder, Condition
 from common.step.tasks import Task
@@ -29,7 +28,6 @@ from common.vlm.prefix import packed_shape
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from common.ids import GroupId
     from common.step.machine import Subject
     from common.step.view import GroupView, StepView
     from common.worker.context import RunContext
@@ -102,14 +100,20 @@ def kv_admission(context: RunContext, shape: ModelShape) -> Admission:
         longest_tokens=recipe.data.max_prompt_tokens,
     )
     device = device_uuid(context.device.index) if on_gpu else HOST
-    return Admission(sizes, device=device)
+    places = recipe.rollout.max_slots // recipe.rollout.samples_per_group
+    return Admission(sizes, device=device, decoding_groups=places)
 
 
 class Admission:
-    """For `Lane.admits`. Args: device: whose room it is, as in `StepBegan.lease_room_bytes`."""
+    """For `Lane.admits`."""
 
-    def __init__(self, sizes: LeaseSizes, *, device: str) -> None:
+    def __init__(self, sizes: LeaseSizes, *, device: str, decoding_groups: int) -> None:
+        """Args:
+        device: whose room it is, as in `StepBegan.lease_room_bytes`.
+        decoding_groups: most groups that decode at the same time.
+        """
         self._sizes = sizes
+        self._decoding_groups = decoding_groups
         self._device = device
 
     def __call__(self, view: StepView, started: Collection[Subject], wanted: Subject) -> bool:
@@ -122,22 +126,22 @@ class Admission:
         if room_bytes is None or group is None or task not in ROLES:
             return True
         state, leases = view.groups[group], Leases(view, started)
-        due = due_policy if task is Task.POLICY_PREFIX else due_reference
-        if due(leases, state):
+        if self._due(leases, task, state):
             return True
         more_bytes = self._sizes.kv(state) + self._reserve(view)
         return self._taken(leases) + more_bytes <= room_bytes
 
-    def require_room(self, view: StepView, group: GroupId) -> None:
-        """Raises ArenaFull where a group could never come to its end: no release would help."""
+    def require_room(self, view: StepView) -> None:
+        """Raises ArenaFull where the step could never end: no release would help."""
         room_bytes = view.lease_room_bytes.get(self._device)
-        needed_bytes = self._chain(view, view.groups[group])
+        known = [state for state in view.living if state.prepared is not None]
+        needed_bytes = self._chain(view, known)
         if room_bytes is not None and needed_bytes > room_bytes:
             raise ArenaFull(
-                f"prefix K/V and gradients of group {group} need {needed_bytes} bytes at the same "
-                f"time; of {self._device}, {room_bytes} bytes are not taken for the whole run: "
-                "waiting cannot help; raise hbm_budget_gib (a GPU) or arena_gib (the host), or "
-                "lower data.max_prompt_tokens",
+                f"prefix K/V and their gradients need {needed_bytes} bytes at the same time; of "
+                f"{self._device}, {room_bytes} bytes are not taken for the whole run: waiting "
+                "cannot help; raise hbm_budget_gib (a GPU) or arena_gib (the host), or lower "
+                "data.max_prompt_tokens, or, with fused, rollout.max_slots",
                 size_bytes=needed_bytes,
             )
 
@@ -152,13 +156,26 @@ class Admission:
 
     def _reserve(self, view: StepView) -> int:
         left = [state for state in view.living if not state.done]
-        longest = max((self._chain(view, state) for state in left), default=0)
-        return longest + sum(self._sizes.small(state) for state in left)
+        return self._chain(view, left) + sum(self._sizes.small(state) for state in left)
 
-    def _chain(self, view: StepView, state: GroupView) -> int:
-        """What one group has at the same time, at most."""
-        roles = 1 + view.needs_reference
-        return self._sizes.kv(state) * roles + self._sizes.gradient(state)
+    def _chain(self, view: StepView, states: list[GroupView]) -> int:
+        """K, V and gradients that have to be there at the same time, for any of some groups."""
+        sizes, count = self._sizes, self._policies_due(view)
+        policies = sorted((sizes.kv(state) for state in states), reverse=True)[:count]
+        if not policies:
+            return 0
+        references = policies[:1] if view.needs_reference else []
+        gradient = max(sizes.gradient(state) for state in states)
+        return sum(policies) + sum(references) + gradient
+
+    def _policies_due(self, view: StepView) -> int:
+        """How many policy prefixes may be due at the same time."""
+        return self._decoding_groups if view.plan.schedule in PREFILL_FROM_LEASE else 1
+
+    def _due(self, leases: Leases, task: Task, state: GroupView) -> bool:
+        if task is Task.REFERENCE_PREFIX:
+            return due_reference(leases, state)
+        return due_policy(leases, state, at_once=self._policies_due(leases.view))
 
 
 class Leases:
@@ -177,28 +194,27 @@ class Leases:
         return (Task.REFERENCE_PREFIX, state.group) in self._started and state.scored is None
 
 
-def due_policy(leases: Leases, state: GroupView) -> bool:
+def due_policy(leases: Leases, state: GroupView, *, at_once: int = 1) -> bool:
     """Whether the step cannot go on without the policy's prefix of a group.
 
     Where groups train in group order, it is the first one that is not done. Where they decode from
-    their prefix, which they do in group order, it is the first one without a prefix, once all that
-    decode before it are trained.
+    their prefix, the rollout admits them in group order, and decodes no further while it has a
+    place for a group that has not come: so it is the first one without a prefix, while fewer than
+    `at_once` before it, which is how many places there are, have still to be trained.
     """
     view = leases.view
     if ORDER[view.plan.schedule] is AccumulationOrder.GROUP:
         return view.holds(Condition.PREVIOUS_DONE, state)
-    return all(s.trained is not None for s in view.living if s.group < state.group)
+    before = [other for other in view.living if other.group < state.group]
+    untrained = [other for other in before if other.trained is None]
+    return all(map(leases.policy, untrained)) and len(untrained) < at_once
 
 
 def due_reference(leases: Leases, state: GroupView) -> bool:
     """Whether scoring cannot go on without the reference's prefix of a group.
 
-    No other group that can be scored without it may have one. Where groups decode from their policy
-    prefix those are the first ones, up to one without; else all.
+    The group is generated, and no other one that is has a prefix to be scored from. What is not
+    generated may need others trained before it is, so it must not be in their way.
     """
-    view = leases.view
-    scorable = view.living
-    if view.plan.schedule in PREFILL_FROM_LEASE:
-        ordered = sorted(view.living, key=lambda other: other.group)
-        scorable = list(takewhile(lambda other: ModelRole.POLICY in other.prefixes, ordered))
-    return state in scorable and not any(map(leases.reference, scorable))
+    generated = [other for other in leases.view.living if other.generated is not None]
+    return state in generated and not any(map(leases.reference, generated))

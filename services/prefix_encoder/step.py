@@ -163,7 +163,7 @@ class PrefixEncoderStep:
 
     async def _policy_prefix(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
-        self._run.admission.require_room(scope.view, group)
+        self._run.admission.require_room(scope.view)
         await self._holds.hold_policy()
         vision = work.vision
         assert vision is not None

@@ -47,6 +47,8 @@ READS = {
     Task.RESPONSE_TRAIN: (LEARNER, "policy"),
     Task.PREFIX_BACKWARD: (ENCODER, "gradient"),
 }
+PLACES = 2
+"""Groups that decode at a time."""
 PEOPLE = (ENCODER, LEARNER, REFERENCE, ROLLOUT)
 SIZES = LeaseSizes(
     kv_bytes_per_token=300,
@@ -57,10 +59,15 @@ SIZES = LeaseSizes(
 )
 
 
-def reserve_pages(tokens: list[int]) -> int:
-    """The least room of a step: K and V of both roles and gradients once, everybody's vision."""
+def reserve_pages(schedule: Schedule, tokens: list[int]) -> int:
+    """The least room of a step: K and V of both roles and gradients once, everybody's vision.
+
+    In `fused`, the policy's K and V as often as groups decode at a time.
+    """
     longest = max(tokens) - 1
-    chain = 2 * _pages(300 * longest) + _pages(500 * longest)
+    policies = sorted(tokens, reverse=True)[: PLACES if schedule is Schedule.FUSED else 1]
+    chain = sum(_pages(300 * (count - 1)) for count in policies)
+    chain += _pages(300 * longest) + _pages(500 * longest)
     return chain + sum(_pages(100 * (count // 2)) for count in tokens)
 
 
@@ -123,13 +130,18 @@ class Play:
             if (task, group) not in self.started
             and not (busy and task in COMPUTE)
             and self.view.may_start(task, group)
-            and (task is not Task.DECODE or self._decodes_next(group))
+            and (task is not Task.DECODE or self._is_admitted_next(group))
             and (task not in COMPUTE or self.admits(self.view, self.started, (task, group)))
         ]
 
-    def _decodes_next(self, group: int) -> bool:
+    @property
+    def decoding(self) -> int:
+        return sum(task is Task.DECODE for task, _ in self.running)
+
+    def _is_admitted_next(self, group: int) -> bool:
         before = [other.group for other in self.view.living if other.group < group]
-        return all((Task.DECODE, other) in self.started for other in before)
+        in_order = all((Task.DECODE, other) in self.started for other in before)
+        return in_order and self.decoding < PLACES
 
     def start(self, task: Task, group: int) -> None:
         """Take what it reads, ask for what it makes."""
@@ -142,6 +154,10 @@ class Play:
         if lease is not None:
             self.drive.answer(self.drive.acquire(reader, lease, epoch=self.epoch))
             running.held = (reader, lease)
+            if task is Task.DECODE:
+                # The engine has a copy from its admission on.
+                self.drive.release(*running.held)
+                running.held = None
         if size := self._makes_bytes(task, group):
             running.maker, consumers = self._maker(task)
             running.request = self.drive.allocate(
@@ -150,7 +166,9 @@ class Play:
         self.running[task, group] = running
 
     def may_finish(self, key: tuple[Task, int]) -> bool:
-        """Whether it has the room that it has asked for."""
+        """Whether it has the room that it asked for; the engine wants all its places taken."""
+        if key[0] is Task.DECODE and self.decoding < PLACES:
+            return all((Task.DECODE, state.group) in self.started for state in self.view.living)
         request = self.running[key].request
         return request is None or not self.drive.waits(request)
 

@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.ids import GroupId
+from common.events import bodies
+from common.ids import GroupId, LeaseId
 from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.step.view import StepView
 from common.tensors.errors import ArenaFull, BrokerTimeout
 from services.prefix_encoder.admission import Admission
 from tests.unit.broker.driver import ENCODER, FAR_S, LEARNER, PAGE
-from tests.unit.prefix_encoder.play import PEOPLE, SIZES, Play, reserve_pages, undropped
-from tests.unit.step.test_schedule import plan
+from tests.unit.prefix_encoder.play import PEOPLE, PLACES, SIZES, Play, reserve_pages, undropped
+from tests.unit.step.test_schedule import event, plan
 
-ADMITS = Admission(SIZES, device="cpu")
+ADMITS = Admission(SIZES, device="cpu", decoding_groups=PLACES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,7 +32,7 @@ ADMITS = Admission(SIZES, device="cpu")
     seed=st.integers(0, 2**32),
 )
 def test_every_step_ends_and_frees_everything(schedule, tokens, extra, drops, deaths, seed):
-    play = Play(schedule, tokens, reserve_pages(tokens) + extra, ADMITS)
+    play = Play(schedule, tokens, reserve_pages(schedule, tokens) + extra, ADMITS)
     chance = random.Random(seed)
 
     def disturb() -> None:
@@ -51,7 +52,8 @@ def test_every_step_ends_and_frees_everything(schedule, tokens, extra, drops, de
 
 def without_admission() -> Play:
     tokens = [30] * 5
-    play = Play(Schedule.ROLLPLEX, tokens, reserve_pages(tokens), lambda *_: True)
+    room_pages = reserve_pages(Schedule.ROLLPLEX, tokens)
+    play = Play(Schedule.ROLLPLEX, tokens, room_pages, lambda *_: True)
     play.run(lambda moves: moves[0])
     return play
 
@@ -79,19 +81,33 @@ def test_what_no_release_could_make_room_for_is_refused_at_once():
         play.drive.answer(request)
 
 
-@pytest.mark.parametrize("missing_bytes", [0, 1])
-def test_a_group_that_can_never_end_is_refused_at_once(missing_bytes):
-    view = StepView(
-        plan(Schedule.ROLLPLEX, groups=1),
-        needs_reference=True,
-        # longest_tokens: 5 pages of K/V for each role, 8 of gradients
-        lease_room_bytes={"cpu": (2 * 5 + 8) * PAGE - missing_bytes},
-    )
-    if not missing_bytes:
-        ADMITS.require_room(view, GroupId(0))
-        return
-    with pytest.raises(ArenaFull, match="of cpu, 73727 bytes are not taken for the whole run"):
-        ADMITS.require_room(view, GroupId(0))
+@pytest.mark.parametrize(
+    # 59 tokens: 5 pages of K/V for each prefix, 8 of gradients
+    ("schedule", "pages"),
+    [(Schedule.ROLLPLEX, 5 + 5 + 8), (Schedule.FUSED, 2 * 5 + 5 + 8)],
+)
+def test_a_step_that_can_never_end_is_refused_at_once(schedule, pages):
+    for missing_bytes in (0, 1):
+        view = StepView(
+            plan(schedule, groups=3),
+            needs_reference=True,
+            lease_room_bytes={"cpu": pages * PAGE - missing_bytes},
+        )
+        ADMITS.require_room(view)
+        for group in range(3):
+            prepared = bodies.GroupPrepared(
+                prompt_lease=LeaseId(1),
+                prompt_tokens=60,
+                vision_tokens=0,
+                last_token=1,
+                start_position=0,
+            )
+            assert view.apply(event(prepared, group))
+        if missing_bytes:
+            with pytest.raises(ArenaFull, match="bytes are not taken for the whole run"):
+                ADMITS.require_room(view)
+        else:
+            ADMITS.require_room(view)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ROLLPLEX, Schedule.FUSED])
