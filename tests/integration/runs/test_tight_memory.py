@@ -12,11 +12,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(480)]
 
 GROUPS = 6
 DATA = {"train": "tests.integration.runs.task:wordy_rows"}
+ROLLOUT = {"max_slots": 4}
 TRAINING = {"prompts_per_step": GROUPS, "steps": 2, "step_deadline_s": 120.0}
 
 
 def wanted(model, schedule=Schedule.ROLLPLEX, **training):
-    return recipe(model, schedule, data=DATA, training=TRAINING | training)
+    return recipe(model, schedule, data=DATA, rollout=ROLLOUT, training=TRAINING | training)
 
 
 @pytest.fixture
