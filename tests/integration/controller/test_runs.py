@@ -116,8 +116,8 @@ async def test_durable_state_that_went_back_is_run_again(controller, node, queue
     client = await controller.client()
     await _until(lambda: node.broker.plans and node.broker.plans[-1].step == 2)
     node.versions[run_id] = 1
-    node.hold.clear()
     node.kill(Service.LEARNER)
+    node.hold.clear()
     run = await _ended(client, run_id)
     assert run.state is RunState.SUCCEEDED
     assert run.restarts == 1
