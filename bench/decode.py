@@ -262,7 +262,7 @@ def fused_cases(
     step("default", default)
     best = dataclasses.replace(sweep.best(), early=False)
     step("best", best)
-    step("library", dataclasses.replace(Cuts.library(), attention=best.attention, items=best.items))
+    step("library", dataclasses.replace(Cuts.vendor(), attention=best.attention, items=best.items))
     if early:
         report.case(f"agreement early {name}", lambda: agreement(made, batch, device, early=True))
         step("default early", dataclasses.replace(default, early=True))

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 28
 """Pinned at a time. Pinning takes a second for a few GiB, and other calls of the driver wait."""
 SLICE_BYTES = 1 << 24
-"""Copied at a time: another process that maps memory waits for whatever copies are queued."""
+"""Copied at a time. With all copies queued at once, forwards of other processes that had to map
+memory ended only with the last copy."""
 QUEUED_SLICES = 2
 
 

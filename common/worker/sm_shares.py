@@ -61,7 +61,7 @@ class SmShares:
     def _move_to(self, share: int) -> None:
         """Memory that a stream has used is kept for that stream: no other share could have it.
 
-        Giving it back and taking it anew costs a fifth of a second for some ten GiB.
+        It is given back only where memory is scarce: the next job on that share takes it anew.
         """
         moves, self._last = share != self._last, share
         if not moves or self._streams is None:

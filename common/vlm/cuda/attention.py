@@ -135,14 +135,14 @@ class _Dense(torch.autograd.Function):
     ) -> Tensor:
         part = _dense_forward(query, key, value, causal, library)
         ctx.save_for_backward(query, key, value, part.out, part.log_sum)
-        ctx.causal, ctx.library, ctx.state = causal, library, part.state
+        ctx.causal, ctx.backend, ctx.state = causal, library, part.state
         return part.out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         gradients = _dense_backward(
-            gradient, (query, key, value), (out, log_sum), ctx.causal, ctx.library, ctx.state
+            gradient, (query, key, value), (out, log_sum), ctx.causal, ctx.backend, ctx.state
         )
         return *gradients, None, None
 
@@ -182,7 +182,7 @@ class _Responses(torch.autograd.Function):
             rest = _dense_forward(query, prefix_key, prefix_value, False, library)
             out, total = merge(own.out, own.log_sum, rest.out, rest.log_sum)
         ctx.save_for_backward(query, prefix_key, prefix_value, own_key, own_value, out, total)
-        ctx.plan, ctx.library = plan, library
+        ctx.plan, ctx.backend = plan, library
         ctx.own_state, ctx.rest_state = own.state, rest and rest.state
         return out
 
@@ -204,7 +204,7 @@ class _Responses(torch.autograd.Function):
                 (query, prefix_key, prefix_value),
                 (out, total),
                 False,
-                ctx.library,
+                ctx.backend,
                 ctx.rest_state,
             )
             grad_query = grad_query.add_(more)

@@ -54,7 +54,7 @@ class Cuts:
     early: bool = False
 
     @classmethod
-    def library(cls) -> Cuts:
+    def vendor(cls) -> Cuts:
         """All products by the vendor's library."""
         return cls(qkv=None, out=None, gate_up=None, down=None, head=None)
 
@@ -62,7 +62,7 @@ class Cuts:
     def of(cls, *, rows: int) -> Cuts:
         """What was fastest for about this many rows, on an H200 with the 3B model."""
         if rows >= _LIBRARY_FROM_ROWS:
-            return cls.library()
+            return cls.vendor()
         narrow = Tiles(columns=64, inner=64, splits=4, stages=6)
         if rows <= 16:
             return cls(
