@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
 
     from common.vlm.prefix import PrefixKV
 
-SHARES = (40, 56, 66, 80, 96, 112, 132)
+SHARES = (40, 56, 72, 88, 96, 112, 132)
 """SMs; the last one is the whole of an H200."""
 ROWS = {"64": (8, 8), "32": (8, 4), "16": (4, 4), "8": (4, 2), "2": (2, 1)}
 """Groups and samples by name."""
-EARLY = ("64",)
-"""Rows that are measured with early launches too."""
 _CHUNK = 4
 """Decode steps between two looks at the clock."""
 _START_S = 300.0
@@ -54,9 +53,9 @@ class Decoding:
     orders: Any
     steps: Any
 
-    def switch(self, rows: str, *, early: bool) -> None:
-        """Decode so many rows from now on, until the next switch."""
-        self.orders.send((rows, early))
+    def switch(self, rows: str, *, beside: bool) -> None:
+        """Decode so many rows from now on, with kernels cut for the whole GPU or for a part."""
+        self.orders.send((rows, beside))
         assert self.orders.poll(_START_S), "the decoding process does not answer"
         self.orders.recv()
 
@@ -75,7 +74,7 @@ def decode_for_ever(shape: str, device_name: str, orders: Any, steps: Any) -> No
     load = workload(shape)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made = random_model(load.config, device=device, dtype=dtype, train_vision=False)
-    stepping: dict[tuple[str, bool], Callable[[], Any]] = {}
+    stepping: dict[str, Callable[[bool], Any]] = {}
     step: Callable[[], Any] | None = None
     with torch.no_grad():
         while True:
@@ -83,9 +82,10 @@ def decode_for_ever(shape: str, device_name: str, orders: Any, steps: Any) -> No
                 order = orders.recv()
                 if order is None:
                     return
-                if order not in stepping:
-                    stepping[order] = _step(made, load.prefix_tokens, device, *order)
-                step = stepping[order]
+                rows, beside = order
+                if rows not in stepping:
+                    stepping[rows] = _step(made, load.prefix_tokens, device, rows)
+                step = partial(stepping[rows], beside)
                 step()
                 orders.send("decoding")
             step()
@@ -93,26 +93,25 @@ def decode_for_ever(shape: str, device_name: str, orders: Any, steps: Any) -> No
 
 
 def _step(
-    made: Any, prefix_tokens: int, device: torch.device, rows: str, early: bool
-) -> Callable[[], Any]:
+    made: Any, prefix_tokens: int, device: torch.device, rows: str
+) -> Callable[[bool], Any]:
     groups, samples = ROWS[rows]
     batch = Batch(
         groups=groups, samples=samples, prefix_tokens=prefix_tokens, private_tokens=256, room=512
     )
     if device.type != "cuda":
-        return plain_step(made, batch, device)
-    from common.vlm.cuda.decode_parts import Cuts
-
-    cuts = dataclasses.replace(Cuts.of(rows=batch.rows), early=early)
-    decoder = fused_decoder(made, batch, device, cuts)
+        plain = plain_step(made, batch, device)
+        return lambda beside: plain()
+    decoder = fused_decoder(made, batch, device, None)
     decoder.set_rows([(g, s) for g in range(groups) for s in range(samples)], bucket=batch.rows)
-    decoder.capture(batch.rows)
+    for beside in (False, True):
+        decoder.capture(batch.rows, beside=beside)
 
-    def run() -> None:
+    def run(beside: bool) -> None:
         decoder.lanes.tokens.fill_(batch.private_tokens)
         decoder.lanes.finished.zero_()
         for _ in range(_CHUNK):
-            decoder.step(batch.rows)
+            decoder.step(batch.rows, beside=beside)
         torch.cuda.synchronize()
 
     return run
@@ -224,21 +223,20 @@ def measure_all(
         found = {str(share): alone[kind, share] / whole for share in shares}
         report.case(f"alone {kind}", lambda f=found, w=whole: {"ms": 1e3 / w, **f})
     for rows in ROWS:
-        for early in (False, True) if device.type == "cuda" and rows in EARLY else (False,):
-            other.switch(rows, early=early)
-            steps_alone, _ = other.rate(lambda: time.sleep(0.05), seconds)
-            name = f"{rows} rows{' early' if early else ''}"
-            report.case(f"{name} alone", lambda s=steps_alone: {"ms": 1e3 / s})
-            for kind, run in kinds.items():
-                whole = alone[kind, shares[-1]]
-                for share in shares:
-                    job = on_share(run, share)
-                    job()
-                    steps, runs = other.rate(job, seconds)
-                    report.case(
-                        f"{name} {kind} {share}",
-                        lambda d=steps / steps_alone, p=runs / whole: _figures(d, p),
-                    )
+        other.switch(rows, beside=False)
+        steps_alone, _ = other.rate(lambda: time.sleep(0.05), seconds)
+        report.case(f"{rows} rows alone", lambda s=steps_alone: {"ms": 1e3 / s})
+        other.switch(rows, beside=True)
+        for kind, run in kinds.items():
+            whole = alone[kind, shares[-1]]
+            for share in shares:
+                job = on_share(run, share)
+                job()
+                steps, runs = other.rate(job, seconds)
+                report.case(
+                    f"{rows} rows {kind} {share}",
+                    lambda d=steps / steps_alone, p=runs / whole: _figures(d, p),
+                )
 
 
 def _figures(d: float, p: float) -> dict[str, float]:

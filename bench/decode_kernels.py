@@ -154,26 +154,25 @@ class Sweep:
 
         if self.device.type != "cuda":
             return [None, tiles(64, 128, 1, 4, 4)]
-        narrow = [(64, 64, 4, 6, 4), (64, 64, 4, 8, 4), (32, 128, 4, 4, 4), (64, 128, 4, 3, 4)]
+        narrow = [(32, 128, 4, 3, 4), (64, 128, 2, 6, 4), (64, 64, 4, 4, 4), (64, 128, 4, 3, 4)]
         table: dict[str, list[tuple[int, int, int, int, int]]] = {
             "qkv": narrow,
             "out": narrow,
             "gate_up": [
+                (32, 64, 1, 4, 4),
+                (64, 64, 1, 3, 4),
                 (64, 64, 1, 4, 4),
                 (64, 128, 1, 3, 4),
-                (64, 64, 1, 6, 4),
-                (64, 64, 1, 3, 4),
-                (32, 64, 1, 8, 4),
-                (128, 64, 1, 3, 8),
+                (128, 64, 1, 4, 8),
             ],
             "down": [
-                (64, 128, 4, 4, 4),
-                (64, 64, 8, 6, 4),
-                (64, 128, 8, 3, 4),
-                (64, 64, 4, 8, 4),
-                (128, 64, 8, 5, 4),
+                (64, 128, 4, 6, 4),
+                (64, 64, 8, 4, 4),
+                (128, 64, 4, 4, 4),
+                (128, 64, 2, 8, 4),
+                (128, 64, 8, 4, 4),
             ],
-            "head": [(128, 64, 1, 5, 4), (128, 128, 1, 4, 8), (128, 128, 1, 3, 4)],
+            "head": [(128, 64, 1, 3, 4), (128, 64, 1, 4, 4), (128, 128, 1, 3, 4)],
         }
         return [None, *(tiles(*sizes) for sizes in table[role])]
 
@@ -248,6 +247,7 @@ class Sweep:
         for items in sorted({max(whole, self.groups), 2 * whole, 3 * whole}):
             found += [
                 (items, Blocks()),
+                (items, Blocks(own_keys=32)),
                 (items, Blocks(stages=2)),
                 (items, Blocks(stages=4)),
                 (items, Blocks(warps=8)),

@@ -2,13 +2,13 @@
 
 The rollout says in shared memory what decodes. Nothing does: the job has the whole GPU. Otherwise
 it runs on the stream of the share of the SMs that `common.governor` chooses, and alone among the
-background services, because the shares of two processes are the same SMs. Being alone is an
-exclusive hold on a storage of its own.
+background services, with the token of `common.worker.sm_token`.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -19,11 +19,10 @@ from common.governor.rates import bracket_of
 from common.governor.reading import decode_rate
 from common.governor.tally import StepTally
 from common.step.tasks import AHEAD, Task
-from common.tensors.spec import DType, Placement, TensorSpec
-from common.tensors.storage import StorageSpec
 from common.worker.decode_watch import same_batch, watched_iteration_s
-from common.worker.live_decode import BACKGROUND, LiveDecode
+from common.worker.live_decode import LiveDecode
 from common.worker.sm_shares import SmShares, device_sms, sm_shares
+from common.worker.sm_token import SmToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,14 +32,12 @@ if TYPE_CHECKING:
 
     from common.governor.reading import Reading
     from common.governor.table import CoRunTable
-    from common.tensors.storage import Storage
     from common.worker.context import RunContext
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TOKEN_STORAGE = "sm.token"  # noqa: S105 - whose turn it is, no secret
 TABLES_FOLDER = "governor"
 """In the run's folder: what each service has measured."""
 WRITTEN_AT_FIRST = 5
@@ -86,7 +83,7 @@ class Governor:
         table: CoRunTable,
         device: torch.device,
         live: LiveDecode,
-        token: Storage,
+        token: SmToken,
         *,
         fixed: bool,
         record: Path,
@@ -111,23 +108,13 @@ class Governor:
     @classmethod
     async def open(cls, context: RunContext, table: CoRunTable, *, fixed: bool = False) -> Governor:
         """Attach to what the run's services share."""
-        token = await context.broker.open_storage(
-            context.run_id,
-            TOKEN_STORAGE,
-            create=StorageSpec(
-                tensors=(TensorSpec(name="word", dtype=DType.INT64, shape=(1,)),),
-                readers=(),
-                writers=tuple(context.peer(service) for service in BACKGROUND),
-                placement=Placement.HOST,
-            ),
-        )
         me = context.participant
         name = f"{me.service}.json" if me.rank == 0 else f"{me.service}-{me.rank}.json"
         return cls(
             table,
             context.device,
             await LiveDecode.open(context),
-            token,
+            await SmToken.open(context),
             fixed=fixed,
             record=context.run_dir / TABLES_FOLDER / name,
         )
@@ -169,7 +156,8 @@ class Governor:
         beside = beside and before.rows > 0
         if beside:
             share = judgement.chooser.choose(kind, before.rows, objective_of(kind))
-        value = judgement.shares.run(share, job)
+        with self.token.taken(share) if beside else nullcontext():
+            value = judgement.shares.run(share, job)
         after, rate = self._live.reading(), None
         if value is not None or task not in AHEAD:
             rate = self._observe(kind, share, before, after, work=work, beside=beside)

@@ -141,7 +141,7 @@ class StepScope:
         governor = self._governor
         if governor is None or not governor.decoding:
             return await self._computed(task, job, work, beside=False)
-        async with self.exclusive(governor.token):
+        async with self.exclusive(governor.token.storage):
             return await self._computed(task, job, work, beside=True)
 
     async def _computed(

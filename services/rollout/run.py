@@ -11,6 +11,7 @@ from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
+from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
 from common.worker.work import Prepared
@@ -53,6 +54,7 @@ class RolloutRun:
         stop_ids: tuple[int, ...],
         rewards: RewardPool,
         live: LiveDecode,
+        token: SmToken | None,
     ) -> None:
         self.context = context
         self.weights = weights
@@ -62,6 +64,7 @@ class RolloutRun:
         self.stop_ids = stop_ids
         self.rewards = rewards
         self.live = live
+        self._token = token
 
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
@@ -84,8 +87,11 @@ class RolloutRun:
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
+        token = await SmToken.open(context) if context.governed else None
         engine = NativeEngine(
-            shared_model(context, shape, weights, None), max_slots=recipe.rollout.max_slots
+            shared_model(context, shape, weights, None),
+            max_slots=recipe.rollout.max_slots,
+            beside=None if token is None else lambda: token.share > 0,
         )
         return cls(
             context,
@@ -96,6 +102,7 @@ class RolloutRun:
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
             live=await LiveDecode.open(context) if context.governed else LiveDecode.private(),
+            token=token,
         )
 
     async def prepare(self) -> Prepared:
@@ -111,8 +118,10 @@ class RolloutRun:
         raise FailedPrecondition(f"{Service.ROLLOUT} writes no checkpoints; ask the learner")
 
     async def close(self) -> None:
-        """Stop the reward workers, drop the mapping."""
+        """Stop the reward workers, drop the mappings."""
         await self.rewards.close()
         self.live.close()
         self.engine.release()
+        if self._token is not None:
+            self._token.close()
         self.weights.close()

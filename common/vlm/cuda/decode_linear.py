@@ -1,5 +1,8 @@
 """Products of few rows with large weights: what matters is to stream the weights once.
 
+Tiles come by tensor descriptors, which Hopper's bulk tensor copy engine loads: rows of x and of
+the weights begin at multiples of 16 bytes.
+
 Shapes: R = rows (sequences that decode one token), n = output width, k = input width,
 s = parts into which k is cut.
 """
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from common.vlm.cuda.activations import gated_silu
 from common.vlm.cuda.early import launch_options, prefetch, take_turn
@@ -110,7 +114,8 @@ def _launch(
     stages = max(1, min(tiles.stages, _SHARED_BYTES // step_bytes))
     grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(rows, block_rows))
     _product[grid](
-        x,
+        TensorDescriptor.from_tensor(x, [block_rows, tiles.inner]),
+        TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.inner]),
         weight,
         out,
         rows,
@@ -118,7 +123,6 @@ def _launch(
         inner,
         steps,
         GATED=gated,
-        EVEN_INNER=inner % tiles.inner == 0,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=tiles.columns,
         BLOCK_INNER=tiles.inner,
@@ -153,6 +157,7 @@ def _fetch(
 @triton.jit
 def _product(
     x,
+    weights,
     weight,
     out,
     rows,
@@ -160,52 +165,43 @@ def _product(
     inner,
     steps,
     GATED: tl.constexpr,
-    EVEN_INNER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
+    """`x` and `weights` are descriptors: past their ends are zeros. `weight` is to prefetch."""
     part = tl.program_id(1)
-    row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    offset = tl.arange(0, BLOCK_INNER)
-    # rows and columns past the end repeat the last ones and are not stored
-    x_at = x + tl.minimum(row, rows - 1)[:, None] * inner + offset[None, :]
-    w_row = tl.minimum(column, columns - 1).to(tl.int64)
-    w_at = weight + w_row[:, None] * inner + offset[None, :]
-    up_at = w_at + (tl.zeros((), dtype=tl.int64) + columns) * inner
+    first_row = tl.program_id(2) * BLOCK_ROWS
+    first_column = tl.program_id(0) * BLOCK_COLUMNS
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     above = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = part * steps
     last = tl.minimum(first + steps, tl.cdiv(inner, BLOCK_INNER))
-    # the weights are there already: fetch what the first steps read while predecessors run
+    w_row = tl.minimum(column, columns - 1).to(tl.int64)
     _fetch(weight, w_row, first, inner, columns, GATED, BLOCK_INNER, PREFETCH)
     take_turn(EARLY)
     for step in range(first, last):
         at = step * BLOCK_INNER
-        if EVEN_INNER:
-            a = tl.load(x_at + at)
-            w = tl.load(w_at + at)
-            total = tl.dot(a, tl.trans(w), total)
-            if GATED:
-                w_up = tl.load(up_at + at)
-                above = tl.dot(a, tl.trans(w_up), above)
-        else:
-            there = (at + offset < inner)[None, :]
-            a = tl.load(x_at + at, mask=there, other=0.0)
-            w = tl.load(w_at + at, mask=there, other=0.0)
-            total = tl.dot(a, tl.trans(w), total)
-            if GATED:
-                w_up = tl.load(up_at + at, mask=there, other=0.0)
-                above = tl.dot(a, tl.trans(w_up), above)
+        a = x.load([first_row, at])
+        w = weights.load([first_column, at])
+        total = tl.dot(a, w.T, total)
+        if GATED:
+            w_up = weights.load([columns + first_column, at])
+            above = tl.dot(a, w_up.T, above)
     if GATED:
-        # rounded where separate products would round
-        dtype = out.dtype.element_ty
-        gate = total.to(dtype).to(tl.float32)
-        silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-        total = silu * above.to(dtype).to(tl.float32)
+        total = _gate(total, above, out.dtype.element_ty)
     to = out + (part * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, rounded where separate products would round."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)

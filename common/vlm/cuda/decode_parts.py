@@ -31,6 +31,8 @@ UNUSED = -1
 
 _LIBRARY_FROM_ROWS = 65
 """From here on the vendor's products are faster than those cut for streaming weights."""
+_FEW_ROWS = 16
+"""Up to here the same cuts are best with all SMs and with a part of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +61,40 @@ class Cuts:
         return cls(qkv=None, out=None, gate_up=None, down=None, head=None)
 
     @classmethod
-    def of(cls, *, rows: int) -> Cuts:
-        """What was fastest for about this many rows, on an H200 with the 3B model."""
+    def of(cls, *, rows: int, beside: bool = False) -> Cuts:
+        """What was fastest for about this many rows, on an H200 with the 3B model.
+
+        Args: beside: while others use a part of the SMs; a step's result is the same.
+        """
         if rows >= _LIBRARY_FROM_ROWS:
             return cls.vendor()
-        narrow = Tiles(columns=64, inner=64, splits=4, stages=6)
-        if rows <= 16:
+        if rows <= _FEW_ROWS:
+            joint = Tiles(columns=64, inner=128, splits=4, stages=3)
             return cls(
-                qkv=narrow,
-                out=narrow,
+                qkv=joint,
+                out=joint,
                 gate_up=Tiles(columns=64, inner=128, stages=3),
-                down=Tiles(columns=64, inner=64, splits=8, stages=6),
-                head=Tiles(columns=128, inner=128, warps=8),
+                down=Tiles(columns=128, inner=64, splits=8),
+                head=Tiles(columns=128, inner=128, stages=3),
+                items=66,
                 early=True,
             )
+        joint = Tiles(columns=64, inner=64, splits=4)
+        if not beside:
+            joint = Tiles(columns=32, inner=128, splits=4, stages=3)
         return cls(
-            qkv=Tiles(columns=64, inner=128, splits=4, stages=3),
-            out=narrow,
-            gate_up=Tiles(columns=64, inner=64),
-            down=Tiles(columns=64, inner=64, splits=8, stages=8),
-            head=Tiles(columns=128, inner=64, stages=5),
-            attention=Blocks(stages=4),
+            qkv=joint,
+            out=joint,
+            gate_up=(
+                Tiles(columns=64, inner=64, stages=3) if beside else Tiles(columns=32, inner=64)
+            ),
+            down=(
+                Tiles(columns=128, inner=64, splits=4)
+                if beside
+                else Tiles(columns=64, inner=128, splits=4, stages=6)
+            ),
+            head=Tiles(columns=128, inner=64, stages=3),
+            attention=Blocks(own_keys=32),
             items=66,
             early=True,
         )
@@ -130,7 +145,7 @@ class Buffers:
     """Activations of one number of rows.
 
     Attributes:
-        cuts: of the kernels that use them.
+        cuts: of the kernels that use them; those with as many splits and items can use them too.
         row_lane: [R] int32.
         hidden, normed: [R, h].
         qkv, out, down: [s, R, width] float32, parts of products.

@@ -9,9 +9,9 @@ chose is copied to the host behind it, to be read while the next step runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class CudaDecoder:
     lanes: Lanes = field(init=False)
     _items: int = field(init=False)
     _layers: list[LayerWeights] = field(init=False)
-    _graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = field(init=False, default_factory=dict)
+    _graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = field(init=False, default_factory=dict)
     _graphed_prefixes: tuple[int, int] = field(init=False, default=(0, 0))
     _buffers: dict[int, Buffers] = field(init=False, default_factory=dict)
     _index: Tensor = field(init=False)
@@ -179,41 +179,40 @@ class CudaDecoder:
         _upload(at.row_lane, flat + [UNUSED] * (bucket - len(flat)))
         self._rows = tuple(rows)
 
-    def has_graph(self, bucket: int, *, share: int = 0) -> bool:
+    def has_graph(self, bucket: int, *, beside: bool = False) -> bool:
         """Whether `step` would replay a graph; growing the pool makes all graphs stale."""
         prefixes = (self.pool.shared.data_ptr(), self.pool.prefix_tokens)
         if self._graphs and prefixes != self._graphed_prefixes:
             self.drop_graphs()
-        return (bucket, share) in self._graphs
+        return (bucket, beside) in self._graphs
 
-    def capture(self, bucket: int, *, share: int = 0, stream: Any = None) -> None:
-        """Record the graph of R rows; a graph keeps the multiprocessors of its stream.
+    def capture(self, bucket: int, *, beside: bool = False) -> None:
+        """Record the graph of R rows.
 
         Nothing may wait for the device meanwhile, in whichever thread.
 
         Args:
             bucket: R.
-            share: names the stream's share; `step` replays the graph of the same one.
-            stream: to record on; the process's one for this if not given.
+            beside: the graph is for when others use a part of the SMs.
         """
-        at, kept = self._buffers_of(bucket), self._rows
-        side = stream or _capture_stream(self.pool.shared.device)
+        at, kept, cuts = self._buffers_of(bucket), self._rows, self._cuts_of(bucket, beside=beside)
+        side = _capture_stream(self.pool.shared.device)
         self.has_graph(bucket)
         self._graphed_prefixes = (self.pool.shared.data_ptr(), self.pool.prefix_tokens)
         _upload(at.row_lane, [UNUSED] * bucket)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():
             # compiles, and makes the libraries allocate what they keep
-            self._run(at)
+            self._run(at, cuts)
             side.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._run(at)
+                self._run(at, cuts)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
-        self._graphs[bucket, share] = graph
+        self._graphs[bucket, beside] = graph
         if kept:
             self.set_rows(kept, bucket=bucket)
 
@@ -224,7 +223,7 @@ class CudaDecoder:
             self._graphs.clear()
 
     @torch.no_grad()
-    def step(self, bucket: int, *, share: int = 0) -> Chosen:
+    def step(self, bucket: int, *, beside: bool = False) -> Chosen:
         """Advance the rows of `set_rows` by one token, on the current stream.
 
         Without a captured graph the kernels are launched one by one. Lanes that have ended, or
@@ -232,12 +231,12 @@ class CudaDecoder:
 
         Args:
             bucket: R, the same as in `set_rows`.
-            share: of the graph.
+            beside: whether others use a part of the SMs; a matter of speed only.
         """
-        if self.has_graph(bucket, share=share):
-            self._graphs[bucket, share].replay()
+        if self.has_graph(bucket, beside=beside):
+            self._graphs[bucket, beside].replay()
         else:
-            self._run(self._buffers_of(bucket))
+            self._run(self._buffers_of(bucket), self._cuts_of(bucket, beside=beside))
         source, samples = self.lanes.state, self.pool.samples
         if not source.is_cuda:
             return Chosen(lanes=self._rows, samples=samples, state=source.clone(), ready=None)
@@ -249,11 +248,17 @@ class CudaDecoder:
 
     def _buffers_of(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
-            cuts = self.cuts or Cuts.of(rows=bucket)
+            cuts = self._cuts_of(bucket, beside=False)
             self._buffers[bucket] = Buffers.make(
                 self.model, self.pool, cuts, rows=bucket, items=self._items
             )
         return self._buffers[bucket]
+
+    def _cuts_of(self, bucket: int, *, beside: bool) -> Cuts:
+        if self.cuts is not None:
+            return self.cuts
+        cuts = Cuts.of(rows=bucket, beside=beside)
+        return cuts if self.pool.shared.is_cuda else replace(cuts, early=False)
 
     @torch.no_grad()
     def _make_angles(self) -> tuple[Tensor, Tensor]:
@@ -264,9 +269,9 @@ class CudaDecoder:
         cos, sin = self.model.language.rotary_emb(sample, place.expand(3, 1, -1))
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def _run(self, at: Buffers) -> None:
+    def _run(self, at: Buffers, cuts: Cuts) -> None:
         """One step's kernels, all of fixed addresses."""
-        language, lanes, early = self.model.language, self.lanes, at.cuts.early
+        language, lanes, early = self.model.language, self.lanes, cuts.early
         tokens = language.embed_tokens.weight.detach()
         embed(tokens, at.row_lane, lanes.token, at.hidden, early=early)
         total = self.pool.groups * self.pool.samples
@@ -278,14 +283,14 @@ class CudaDecoder:
             ranges=self._index[total + 3 * self._items :],
         )
         for number in range(len(self._layers)):
-            self._run_layer(number, at, places)
+            self._run_layer(number, at, places, cuts)
         norm, eps = language.norm.weight.detach(), language.norm.variance_epsilon
         sum_norm(at.hidden, at.down, norm, eps, at.normed, early=early)
-        linear(at.normed, self.model.head.weight.detach(), at.logits, at.cuts.head, early=early)
+        linear(at.normed, self.model.head.weight.detach(), at.logits, cuts.head, early=early)
         choose(at.logits[0], at.row_lane, lanes, self.choice, at.facts, early=early)
 
-    def _run_layer(self, number: int, at: Buffers, places: Places) -> None:
-        layer, cuts, early = self._layers[number], at.cuts, at.cuts.early
+    def _run_layer(self, number: int, at: Buffers, places: Places, cuts: Cuts) -> None:
+        layer, early = self._layers[number], cuts.early
         added = at.down if number else None
         sum_norm(at.hidden, added, layer.first_norm, layer.eps, at.normed, early=early)
         linear(at.normed, layer.qkv, at.qkv, cuts.qkv, early=early)

@@ -21,7 +21,7 @@ from services.rollout.engines.decoding import DecodingGroup
 from services.rollout.engines.stepping import fit_pool, group_uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -45,8 +45,16 @@ def samples_on_device(params: SamplingParams) -> bool:
 class DeviceStepping:
     """Implements `services.rollout.engines.stepping.Stepping`."""
 
-    def __init__(self, model: SplitModel, spec: StepSpec, *, slots: int) -> None:
+    def __init__(
+        self,
+        model: SplitModel,
+        spec: StepSpec,
+        *,
+        slots: int,
+        beside: Callable[[], bool] | None = None,
+    ) -> None:
         self._model = model
+        self._beside = beside
         self._spec = spec
         self._slots = slots
         self._pool: DecodePool | None = None
@@ -153,10 +161,11 @@ class DeviceStepping:
         if rows != self._rows or bucket != self._bucket:
             decoder.set_rows(rows, bucket=bucket)
             self._rows, self._bucket = rows, bucket
-        if self._model.device.type == "cuda" and not decoder.has_graph(bucket):
+        beside = self._beside is not None and self._beside()
+        if self._model.device.type == "cuda" and not decoder.has_graph(bucket, beside=beside):
             with capturing():
-                decoder.capture(bucket)
-        return decoder.step(bucket)
+                decoder.capture(bucket, beside=beside)
+        return decoder.step(bucket, beside=beside)
 
 
 def bucket_of(rows: int) -> int:

@@ -13,6 +13,8 @@ from services.rollout.engines.plain import PlainStepping
 from services.rollout.engines.protocol import Iteration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.ids import GroupId
     from common.vlm.model import SplitModel
     from common.vlm.prefix import PrefixKV
@@ -28,11 +30,15 @@ class NativeEngine:
         model: the policy; its weights are only read. If it runs on fused kernels, so does the
             decode, except in steps whose way of sampling those do not have.
         max_slots: most sequences that decode at the same time, as in the recipe.
+        beside: whether others use a part of the device at the moment; a matter of speed only.
     """
 
-    def __init__(self, model: SplitModel, *, max_slots: int) -> None:
+    def __init__(
+        self, model: SplitModel, *, max_slots: int, beside: Callable[[], bool] | None = None
+    ) -> None:
         self._model = model
         self._max_slots = max_slots
+        self._beside = beside
         self._spec: StepSpec | None = None
         self._order = AdmissionOrder(())
         self._decoding: list[DecodingGroup] = []
@@ -182,7 +188,7 @@ class NativeEngine:
             from services.rollout.engines.device import DeviceStepping, samples_on_device
 
             if samples_on_device(spec.params):
-                return DeviceStepping(model, spec, slots=self.capacity)
+                return DeviceStepping(model, spec, slots=self.capacity, beside=self._beside)
         return PlainStepping(model, spec, slots=self.capacity)
 
     def _collect(self, stepping: Stepping) -> tuple[FinishedGroup, ...]:

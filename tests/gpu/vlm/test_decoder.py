@@ -145,6 +145,29 @@ def test_graph_equals_launches(model, early):
     assert not torch.isin(results[0][0][0], torch.tensor([3, 4], device="cuda")).any()
 
 
+@pytest.mark.parametrize("rows", [16, 64])
+def test_steps_beside_others_give_the_same_bits(rows):
+    from common.vlm.cuda.decode_linear import gated_linear, linear, splits
+    from common.vlm.cuda.decode_parts import Cuts
+
+    alone, beside = (Cuts.of(rows=rows, beside=beside) for beside in (False, True))
+    assert (alone.attention, alone.items) == (beside.attention, beside.items)
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    for role, width, inner in (("qkv", 2560, 2048), ("down", 2048, 11008), ("gate_up", 1408, 2048)):
+        x, weight = (
+            torch.randn(shape, generator=generator, device="cuda").bfloat16()
+            for shape in ((rows, inner), (width, inner))
+        )
+        run, columns = (gated_linear, width // 2) if role == "gate_up" else (linear, width)
+        results = []
+        for cuts in (alone, beside):
+            tiles = getattr(cuts, role)
+            out = torch.empty(splits(tiles), rows, columns, device="cuda")
+            run(x, weight, out, tiles)
+            results.append(out)
+        assert torch.equal(*results), role
+
+
 def test_sampled_frequencies_follow_the_distribution():
     from common.vlm.cuda.decode_sampling import Choice, ChunkFacts, Lanes, choose
 

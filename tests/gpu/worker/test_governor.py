@@ -13,6 +13,7 @@ from common.step.tasks import Task
 from common.worker.governor import Governor
 from common.worker.live_decode import LiveDecode
 from common.worker.sm_shares import KEPT_BYTES
+from common.worker.sm_token import SmToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,10 +26,9 @@ TASK = Task.RESPONSE_TRAIN
 
 
 def _governor(live: LiveDecode, folder: Path, *, fixed: bool = False) -> Governor:
-    unused: Any = None
     record = folder / "learner.json"
     device = torch.device("cuda", 0)
-    return Governor(H200, device, live, unused, fixed=fixed, record=record)
+    return Governor(H200, device, live, SmToken.private(), fixed=fixed, record=record)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from common.worker.context import RunContext
 from common.worker.governor import TABLES_FOLDER, WRITTEN_AT_FIRST, Governor
 from common.worker.live_decode import BACKGROUND, LiveDecode
 from common.worker.scope import StepScope
+from common.worker.sm_token import SmToken
 from tests.unit.worker.conftest import CPU, RUN, recipe, step_plan
 
 ROWS = 8
@@ -128,8 +129,24 @@ async def test_one_job_at_a_time_beside_a_decode(live, scopes):
     assert [timed.span.sms for timed in done] == [0] * 4  # a CPU has no shares
 
 
+async def test_the_rollout_sees_the_share_of_a_job_beside_its_decode(contexts, governor, live):
+    token = await SmToken.open(contexts[Service.ROLLOUT])
+    assert governor.run(Task.RESPONSE_TRAIN, lambda: token.share, beside=False).value == 0
+    live.set_rows(ROWS)
+    assert governor.run(Task.RESPONSE_TRAIN, lambda: token.share).value == 1  # a CPU is one share
+    assert token.share == 0
+
+    def fails():
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        governor.run(Task.RESPONSE_TRAIN, fails)
+    assert token.share == 0
+    token.close()
+
+
 async def test_nobody_waits_when_nothing_decodes(governor, live, scopes):
-    hold = await governor.token.hold_exclusive(Epoch(1))
+    hold = await governor.token.storage.hold_exclusive(Epoch(1))
     assert (await scopes[0].run(Task.POLICY_PREFIX, lambda: 5)).value == 5
     live.set_rows(1)
     waiting = asyncio.create_task(scopes[0].run(Task.POLICY_PREFIX, lambda: 6))
