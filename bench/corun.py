@@ -92,9 +92,7 @@ def decode_for_ever(shape: str, device_name: str, orders: Any, steps: Any) -> No
             steps.value += _CHUNK
 
 
-def _step(
-    made: Any, prefix_tokens: int, device: torch.device, rows: str
-) -> Callable[[bool], Any]:
+def _step(made: Any, prefix_tokens: int, device: torch.device, rows: str) -> Callable[[bool], Any]:
     groups, samples = ROWS[rows]
     batch = Batch(
         groups=groups, samples=samples, prefix_tokens=prefix_tokens, private_tokens=256, room=512

@@ -127,7 +127,11 @@ class TrainingConfig(FrozenConfig):
     prompts_per_step: int = Field(ge=1)
     """N: groups of one step."""
     activation_checkpointing: bool = False
-    """Keep only layer inputs of the prefix forward and recompute in its backward."""
+    """Keep only layer inputs of the prefix forward and recompute in its backward; those of a vision
+    tower that trains too."""
+    vision_checkpointing: bool | Literal["auto"] = "auto"
+    """The same for such a tower alone, whose activations of one large picture take tens of GiB.
+    auto: on a GPU."""
     share_prefix: bool = True
     """Whether training and scoring run a group's prefix once. off, for comparisons: once for each
     response, as where responses are scored alone; the update is the same. With `serial` only."""
@@ -148,9 +152,10 @@ class TrainingConfig(FrozenConfig):
     spill_optimizer: bool | Literal["auto"] = "auto"
     """Whether the optimizer's state lies in the host's memory while no update needs it, so that its
     device memory serves the rest of the step. auto: on a GPU; the update is the same."""
-    restore_ahead_groups: int = Field(default=5, ge=0)
+    restore_ahead_groups: int = Field(default=3, ge=0)
     """How many groups are still to be trained when the spilled optimizer's state begins to come
-    back. 0: it comes back when the update waits for it."""
+    back. 0: it comes back when the update waits for it. Where prefixes keep their graphs, more
+    groups mean less memory for those."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only on demand and, with `final_checkpoint`, at the end."""
     final_checkpoint: bool = True

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from common.governor.measurements import ENOUGH
-from common.governor.objective import Objective, best_share
+from common.governor.objective import best_share
 from common.governor.rates import bracket_of
 
 if TYPE_CHECKING:
@@ -62,18 +62,20 @@ class ShareChooser:
         self._jobs: Counter[tuple[Task, int, int]] = Counter()
         self._tried_last: dict[tuple[Task, int], bool] = {}
 
-    def choose(self, task: Task, rows: int, objective: Objective) -> int:
+    def choose(self, task: Task, rows: int, window_price: float) -> int:
         """The share for a job that starts now, in SMs.
 
-        Args: rows: sequences that decode, at least 1.
+        Args:
+            rows: sequences that decode, at least 1.
+            window_price: see `common.governor.objective`.
         """
         bracket = bracket_of(rows)
         known = {share: self.rates(task, rows, share) for share in self._shares}
-        share, tries = best_share(known, objective), False
+        share, tries = best_share(known, window_price), False
         if not self._tried_last.get((task, bracket)):
             untried = self._untried(task, rows, known)
             if untried:
-                share, tries = best_share(untried, objective), True
+                share, tries = best_share(untried, window_price), True
         self._tried_last[task, bracket] = tries
         self._jobs[task, bracket, share] += 1
         return share

@@ -55,6 +55,14 @@ class RunContext:
         wanted = self.recipe.training.spill_optimizer
         return self.device.type == "cuda" if wanted == "auto" else wanted
 
+    @property
+    def checkpoints_vision(self) -> bool:
+        """Whether a tower that trains keeps its blocks' inputs only."""
+        training = self.recipe.training
+        wanted = training.vision_checkpointing
+        by_itself = self.device.type == "cuda" if wanted == "auto" else wanted
+        return training.activation_checkpointing or by_itself
+
     def peer(self, service: Service) -> Participant:
         """The process of another service that works with this one: the same rank."""
         return Participant(service=service, rank=self.participant.rank)

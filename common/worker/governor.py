@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.governor.choice import ShareChooser, tried_shares
 from common.governor.measurements import Measurements
-from common.governor.objective import objective_of
+from common.governor.objective import WindowPrice
 from common.governor.rates import bracket_of
 from common.governor.reading import decode_rate
 from common.governor.tally import StepTally
@@ -103,6 +103,9 @@ class Governor:
         self._record = record
         self._steps = 0
         self._tally = StepTally()
+        self._price = WindowPrice()
+        self._beside_ns: tuple[int, int] | None = None
+        """Begin and end of this step's jobs beside the decode."""
         self._made: _Judgement | None = None
 
     @classmethod
@@ -155,10 +158,13 @@ class Governor:
         share = judgement.shares.total_sms
         beside = beside and before.rows > 0
         if beside:
-            share = judgement.chooser.choose(kind, before.rows, objective_of(kind))
+            share = judgement.chooser.choose(kind, before.rows, self._price.of(kind))
         with self.token.taken(share) if beside else nullcontext():
             value = judgement.shares.run(share, job)
         after, rate = self._live.reading(), None
+        if beside:
+            began_ns = before.at_ns if self._beside_ns is None else self._beside_ns[0]
+            self._beside_ns = (began_ns, after.at_ns)
         if value is not None or task not in AHEAD:
             rate = self._observe(kind, share, before, after, work=work, beside=beside)
         sms = share if share < judgement.shares.total_sms else 0
@@ -170,6 +176,11 @@ class Governor:
         if lines:
             log.info("beside the decode", extra={"step": step, **lines})
         self._tally = StepTally()
+        if self._beside_ns is not None:
+            (began_ns, done_ns), self._beside_ns = self._beside_ns, None
+            closed_ns = self._live.reading().ended_ns
+            if closed_ns > began_ns:
+                self._price.window_closed(max(0.0, (closed_ns - done_ns) / (closed_ns - began_ns)))
         if self._made is None:
             return
         self._made.measured.next_step()

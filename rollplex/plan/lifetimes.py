@@ -76,7 +76,7 @@ def scheduled(
     """
     table = Table()
     _storages(table, sizes)
-    _prompts(table, sizes, schedule, inputs=inputs)
+    _prompts(table, sizes, schedule)
     table.put(TensorClass.POOL_PREFIX, sizes.pool_prefix, _DECODING)
     table.put(TensorClass.POOL_PRIVATE, sizes.pool_private, _DECODING)
     _leases(table, sizes, schedule)
@@ -128,7 +128,7 @@ def _storages(table: Table, sizes: Sizes) -> None:
     table.put(TensorClass.RESERVE, RESERVE_BYTES)
 
 
-def _prompts(table: Table, sizes: Sizes, schedule: Schedule, *, inputs: bool) -> None:
+def _prompts(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     """Pixels, embeddings, the tower's graphs. A frozen tower works ahead inside a window."""
     groups, frozen = sizes.request.groups, not sizes.request.train_vision
     embeddings = groups * sizes.embeddings
@@ -139,7 +139,8 @@ def _prompts(table: Table, sizes: Sizes, schedule: Schedule, *, inputs: bool) ->
     if sizes.request.ahead and frozen and schedule is not Schedule.SERIAL:
         table.put(TensorClass.VISION, 2 * embeddings + pixels, (Phase.WINDOW, *_AFTER_WINDOW))
         table.put(TensorClass.VISION, embeddings, (Phase.UPDATE,))
-    graphs = groups * sizes.vision_graph(inputs=inputs)
+    # on a GPU a tower that trains keeps its blocks' inputs only
+    graphs = groups * sizes.vision_graph(inputs=True)
     table.put(TensorClass.VISION_GRAPHS, graphs, _BEFORE_UPDATE)
 
 

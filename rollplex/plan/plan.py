@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAIVE = "naive"
 """The name of naive colocation among the schedules."""
 
-RESTORE_AHEAD_GROUPS = 5
+RESTORE_AHEAD_GROUPS = 3
 """Groups still to be trained when the optimizer's state is sent back to the device, where there is
 room for it that early."""
 

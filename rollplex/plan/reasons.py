@@ -58,7 +58,7 @@ def _prefixes(plan: Plan) -> dict[TensorClass, str]:
     saved = sizes.kept.prefix_inputs() if plan.inputs else sizes.kept.prefix()
     kernels = "fused kernels" if sizes.fused else "the library's modules"
     what = "layer inputs, keys and values" if plan.inputs else f"what {kernels} save"
-    vision = sizes.vision_graph(inputs=plan.inputs)
+    vision = sizes.vision_graph(inputs=plan.inputs or plan.name != NAIVE)
     return {
         TensorClass.POOL_PREFIX: f"{decoding} groups x {batch.prompt_tokens} tokens x {slot:,} "
         "bytes: 2 x layers x key/value heads of a rollout rank x head width x element",

@@ -22,12 +22,14 @@ class Forwards:
         """Args: training: whether what trains gets a graph."""
         self._run = run
         self._training = training
-        self._checkpointing = training and run.context.recipe.training.activation_checkpointing
+        recipe = run.context.recipe.training
+        self._checkpointing = training and recipe.activation_checkpointing
+        self._vision_checkpointing = training and run.context.checkpoints_vision
 
     def policy_vision(self, prompt: PromptTensors) -> torch.Tensor:
         """[V, h], with its graph where the tower trains."""
         with torch.set_grad_enabled(self._training):
-            return self._run.policy.vision_embeddings(prompt, checkpointing=self._checkpointing)
+            return self._run.policy.vision_embeddings(prompt, checkpointing=self._vision_checkpointing)
 
     def policy_prefix(
         self, prompt: PromptTensors, vision: torch.Tensor, *, with_graph: bool

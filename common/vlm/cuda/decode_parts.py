@@ -79,23 +79,18 @@ class Cuts:
                 items=66,
                 early=True,
             )
-        joint = Tiles(columns=64, inner=64, splits=4)
-        if not beside:
-            joint = Tiles(columns=32, inner=128, splits=4, stages=3)
+        joint = Tiles(columns=64, inner=64 if beside else 128, splits=2, stages=6)
+        gate_up = Tiles(columns=64, inner=64, stages=3) if beside else Tiles(columns=32, inner=64)
+        down = Tiles(columns=64, inner=128, splits=4, stages=6)
+        if beside:
+            down = Tiles(columns=128, inner=64, splits=4)
         return cls(
             qkv=joint,
             out=joint,
-            gate_up=(
-                Tiles(columns=64, inner=64, stages=3) if beside else Tiles(columns=32, inner=64)
-            ),
-            down=(
-                Tiles(columns=128, inner=64, splits=4)
-                if beside
-                else Tiles(columns=64, inner=128, splits=4, stages=6)
-            ),
+            gate_up=gate_up,
+            down=down,
             head=Tiles(columns=128, inner=64, stages=3),
-            attention=Blocks(own_keys=32),
-            items=66,
+            items=88,
             early=True,
         )
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from common.governor.choice import MOST_TRIES, WITHIN_GAIN, ShareChooser, tried_shares
 from common.governor.measurements import ENOUGH, Measurements
-from common.governor.objective import Objective
+from common.governor.objective import WINDOW_LIMITED, WORK_LIMITED, value_of
 from common.governor.rates import Rates
 from common.step.tasks import Task
 from tests.unit.governor.rates_of_tests import SHARES, TABLE
@@ -24,14 +24,14 @@ def measured():
     return Measurements(TABLE, total_sms=TOTAL)
 
 
-def play(measured, truth, jobs, *, objective=Objective.WORK_LIMITED, rows=8):
+def play(measured, truth, jobs, *, price=WORK_LIMITED, rows=8):
     """Jobs of one kind one after the other, each with the true rates of its share."""
     choosing = chooser(measured)
     for _ in range(2):
         measured.add_whole(TASK, 1.0)
     chosen = []
     for _ in range(jobs):
-        share = choosing.choose(TASK, rows, objective)
+        share = choosing.choose(TASK, rows, price)
         rates = truth[share]
         measured.add_beside(TASK, 8, share, unit_s=1.0 / rates.background, decode_rate=rates.decode)
         chosen.append(share)
@@ -48,24 +48,24 @@ def test_tried_shares_are_whole_granules_spread_over_the_gpu(total, shares):
 
 def test_a_table_alone_decides_without_trying():
     choosing = chooser(None, (46, 66, 92))
-    chosen = {choosing.choose(TASK, 8, Objective.WORK_LIMITED) for _ in range(20)}
+    chosen = {choosing.choose(TASK, 8, WORK_LIMITED) for _ in range(20)}
     # (d + p - 1) / p: 0.26 / 0.45, 0.38 / 0.59 and 0.34 / 0.79
     assert chosen == {66}
     # (d + p - 1) / d: 0.26 / 0.81, 0.38 / 0.79 and 0.34 / 0.55
-    assert choosing.choose(TASK, 8, Objective.WINDOW_LIMITED) == 92
+    assert choosing.choose(TASK, 8, WINDOW_LIMITED) == 92
 
 
 def test_no_more_than_every_other_job_tries_something(measured):
     choosing = chooser(measured)
-    usual = chooser(None).choose(TASK, 8, Objective.WORK_LIMITED)
-    chosen = [choosing.choose(TASK, 8, Objective.WORK_LIMITED) for _ in range(4 * MOST_TRIES)]
+    usual = chooser(None).choose(TASK, 8, WORK_LIMITED)
+    chosen = [choosing.choose(TASK, 8, WORK_LIMITED) for _ in range(4 * MOST_TRIES)]
     assert set(chosen[1::2]) == {usual}
     assert len(set(chosen)) > 2
 
 
 def test_what_the_table_puts_too_far_behind_is_not_tried(measured):
     choosing = chooser(measured)
-    chosen = {choosing.choose(TASK, 8, Objective.WORK_LIMITED) for _ in range(100)}
+    chosen = {choosing.choose(TASK, 8, WORK_LIMITED) for _ in range(100)}
     gains = {share: TABLE.rates(TASK, 8, share, total_sms=TOTAL).gain for share in SHARES}
     within = {s for s, gain in gains.items() if gain >= max(gains.values()) - WITHIN_GAIN}
     assert chosen == within
@@ -75,8 +75,8 @@ def test_what_the_table_puts_too_far_behind_is_not_tried(measured):
 def test_jobs_that_give_no_samples_do_not_keep_it_trying(measured):
     choosing = chooser(measured)
     for _ in range(2 * MOST_TRIES * len(SHARES)):
-        choosing.choose(TASK, 8, Objective.WORK_LIMITED)
-    settled = {choosing.choose(TASK, 8, Objective.WORK_LIMITED) for _ in range(20)}
+        choosing.choose(TASK, 8, WORK_LIMITED)
+    settled = {choosing.choose(TASK, 8, WORK_LIMITED) for _ in range(20)}
     assert len(settled) == 1
 
 
@@ -105,14 +105,14 @@ def test_brackets_are_learnt_apart(measured):
             for share in SHARES
         }
     ),
-    st.sampled_from(Objective),
+    st.floats(WORK_LIMITED, WINDOW_LIMITED),
 )
-def test_it_settles_on_a_share_that_no_known_one_beats(truth, objective):
+def test_it_settles_on_a_share_that_no_known_one_beats(truth, price):
     measured = Measurements(TABLE, total_sms=TOTAL)
-    chosen = play(measured, truth, 100, objective=objective)
+    chosen = play(measured, truth, 100, price=price)
     (last,) = set(chosen[-10:])
     tried = {share for share in SHARES if measured.samples(TASK, 8, share) >= ENOUGH}
     saving = [truth[share] for share in tried if truth[share].gain > 1]
     if saving and truth[last].gain > 1:
-        best = max(objective.value_of(rates) for rates in saving)
-        assert objective.value_of(truth[last]) == pytest.approx(best, abs=1e-6)
+        best = max(value_of(rates, price) for rates in saving)
+        assert value_of(truth[last], price) == pytest.approx(best, abs=1e-6)

@@ -235,6 +235,23 @@ async def test_a_decode_that_changes_beside_a_job_gives_no_rate(live, governor):
         assert governed.decode_rate == 0
 
 
+async def test_a_window_that_work_did_not_fill_gets_cheaper(live, governor):
+    def price_after(spare_s):
+        before = governor._price.of(Task.POLICY_PREFIX)
+        live.set_rows(ROWS)
+        governor.run(Task.POLICY_PREFIX, lambda: time.sleep(0.02))
+        time.sleep(spare_s)
+        live.iterated()
+        governor.step_ended(0)
+        return governor._price.of(Task.POLICY_PREFIX) - before
+
+    assert price_after(0.2) < 0
+    assert price_after(0.0) > 0
+    before = governor._price.of(Task.POLICY_PREFIX)
+    governor.step_ended(1)  # nothing ran beside a decode: nothing is learned
+    assert governor._price.of(Task.POLICY_PREFIX) == before
+
+
 async def test_the_table_is_not_written_after_every_step(contexts, live, governor):
     path = contexts[Service.LEARNER].run_dir / TABLES_FOLDER / "learner.json"
     whole_jobs(governor, 2)
