@@ -29,7 +29,9 @@ class Forwards:
     def policy_vision(self, prompt: PromptTensors) -> torch.Tensor:
         """[V, h], with its graph where the tower trains."""
         with torch.set_grad_enabled(self._training):
-            return self._run.policy.vision_embeddings(prompt, checkpointing=self._vision_checkpointing)
+            return self._run.policy.vision_embeddings(
+                prompt, checkpointing=self._vision_checkpointing
+            )
 
     def policy_prefix(
         self, prompt: PromptTensors, vision: torch.Tensor, *, with_graph: bool

@@ -29,6 +29,9 @@ _SHARED_BYTES = 220 * 1024
 """Of one program's loads in flight; with more rows than planned for, fewer steps are."""
 
 
+_PART_MULTIPLE = 128
+"""Of elements; `Tiles.inner` divides it."""
+
 _LINE = tl.constexpr(64)
 """Elements of 16 bits in a cache line."""
 
@@ -39,7 +42,7 @@ class Tiles:
 
     Attributes:
         columns: outputs of one program.
-        inner: inputs of one step.
+        inner: inputs of one step, 64 or 128.
         splits: parts of the inputs that different programs add up; the caller sums them.
         stages: steps whose loads are in flight.
         warps: of one program.
@@ -103,6 +106,11 @@ def _library_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
+def _part_elements(inner: int, splits: int) -> int:
+    """Inputs of one part: the same for all tiles, so that they add in the same order."""
+    return triton.cdiv(triton.cdiv(inner, splits), _PART_MULTIPLE) * _PART_MULTIPLE
+
+
 def _launch(
     x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, *, gated: bool, early: bool
 ) -> None:
@@ -110,7 +118,7 @@ def _launch(
     columns = out.shape[-1]
     block_rows = min(128, max(16, triton.next_power_of_2(rows)))
     step_bytes = (block_rows + (2 if gated else 1) * tiles.columns) * tiles.inner * x.element_size()
-    steps = triton.cdiv(triton.cdiv(inner, tiles.inner), tiles.splits)
+    steps = _part_elements(inner, tiles.splits) // tiles.inner
     stages = max(1, min(tiles.stages, _SHARED_BYTES // step_bytes))
     grid = (triton.cdiv(columns, tiles.columns), tiles.splits, triton.cdiv(rows, block_rows))
     _product[grid](
