@@ -148,6 +148,10 @@ class BrokerState:
         """The open runs with their epochs."""
         return self._runs.open
 
+    def fence(self, run_id: RunId) -> Fence:
+        """An open run's epoch. Raises UnknownRun."""
+        return self._runs.fence(run_id)
+
     def is_over(self, run_id: RunId, epoch: Epoch) -> bool:
         """Whether an epoch has ended without an update, or its run is not open."""
         try:
