@@ -183,7 +183,13 @@ class BrokerActor:
                 device=join.device,
             )
         )
-        return pb.Joined(broker_incarnation=self.incarnation, device=self._state.home(participant))
+        device = self._state.home(participant)
+        return pb.Joined(
+            broker_incarnation=self.incarnation,
+            device=device,
+            capacity_bytes=self._state.capacity_bytes(device),
+            copies_bytes=self._state.copies_bytes,
+        )
 
     def received(
         self, session: SessionId, participant: Participant, request: pb.BrokerRequest
