@@ -152,6 +152,11 @@ class TrainingConfig(FrozenConfig):
     spill_optimizer: bool | Literal["auto"] = "auto"
     """Whether the optimizer's state lies in the host's memory while no update needs it, so that its
     device memory serves the rest of the step. auto: on a GPU; the update is the same."""
+    spill_reference: bool | Literal["auto"] = "auto"
+    """Whether the reference's weights lie in the host's memory while nothing reads them: from the
+    last score to the next step's first reference prefix. auto: on a GPU whose budget has no room
+    for the run's weights, gradients and optimizer state with `graph_reserve_gib` beside them, if
+    the host has room for the copies. The update is the same."""
     restore_ahead_groups: int = Field(default=3, ge=0)
     """How many groups are still to be trained when the spilled optimizer's state begins to come
     back. 0: it comes back when the update waits for it. Where prefixes keep their graphs, more

@@ -195,6 +195,22 @@ class MemoryWanted:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentsMoved:
+    """The contents of a storage have left its device, or have come back."""
+
+    storage: str
+    """Its name, such as ``reference.weights``."""
+    device: str
+    """``cpu``, or a GPU's UUID."""
+    restored: bool
+    """Whether they have come back."""
+    size_bytes: int
+    """Of the device, given back or taken."""
+    seconds: float
+    """Of the move itself, without what it waited for."""
+
+
 Body = (
     StepBegan
     | StepAborted
@@ -215,4 +231,5 @@ Body = (
     | AheadDone
     | TaskFailed
     | MemoryWanted
+    | ContentsMoved
 )

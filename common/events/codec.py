@@ -281,6 +281,23 @@ _CODECS: dict[type[Any], _Codec] = {
         lambda b: events_pb2.MemoryWanted(device=b.device, size_bytes=b.size_bytes),
         lambda m: bodies.MemoryWanted(device=m.device, size_bytes=m.size_bytes),
     ),
+    bodies.ContentsMoved: (
+        "contents_moved",
+        lambda b: events_pb2.ContentsMoved(
+            storage=b.storage,
+            device=b.device,
+            restored=b.restored,
+            size_bytes=b.size_bytes,
+            seconds=b.seconds,
+        ),
+        lambda m: bodies.ContentsMoved(
+            storage=m.storage,
+            device=m.device,
+            restored=m.restored,
+            size_bytes=m.size_bytes,
+            seconds=m.seconds,
+        ),
+    ),
 }
 
 _DECODERS: dict[str, Callable[[Any], Body]] = {name: decode for name, _, decode in _CODECS.values()}

@@ -133,6 +133,13 @@ class StepView:
         return self.rollout_over and all(g.done for g in self.living)
 
     @property
+    def reference_over(self) -> bool:
+        """Whether every living group is scored, and none will come; or no reference is needed."""
+        return not self.needs_reference or (
+            self.rollout_over and all(g.scored is not None for g in self.living)
+        )
+
+    @property
     def finished(self) -> bool:
         """Whether the step needs nothing more from any service."""
         if self.plan.mode is StepMode.EVAL:
@@ -254,12 +261,6 @@ class StepView:
         )
 
 
-def _reference_over(view: StepView) -> bool:
-    return not view.needs_reference or (
-        view.rollout_over and all(g.scored is not None for g in view.living)
-    )
-
-
 def _prefixes_encoded(view: StepView) -> bool:
     roles = {ModelRole.POLICY, ModelRole.REFERENCE} if view.needs_reference else {ModelRole.POLICY}
     return all(roles <= g.prefixes.keys() for g in view.living)
@@ -268,7 +269,7 @@ def _prefixes_encoded(view: StepView) -> bool:
 _STEP_CONDITIONS = {
     Condition.WINDOW_OPENED: lambda v: v.window_opened or v.rollout_over,
     Condition.ROLLOUT_OVER: lambda v: v.rollout_over,
-    Condition.REFERENCE_OVER: _reference_over,
+    Condition.REFERENCE_OVER: lambda v: v.reference_over,
     Condition.GROUPS_DONE: lambda v: v.accumulated,
     Condition.WINDOW_OPEN: lambda v: v.window_open,
     Condition.GROUPS_PREPARED: lambda v: all(g.prepared is not None for g in v.living),

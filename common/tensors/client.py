@@ -46,19 +46,17 @@ class BrokerClient:
         participant: who this process is; leases are declared for it.
         broker_incarnation: which life of the broker this is.
         device: where `device` placement lies: ``cpu``, or a GPU's UUID.
+        capacity_bytes: the device's budget for all leases, storages and reservations; 0: the
+            broker has no memory of it.
+        copies_bytes: budget in the host's memory for contents that are spilled.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        participant: Participant,
-        *,
-        broker_incarnation: str,
-        device: str,
-    ) -> None:
+    def __init__(self, connection: Connection, participant: Participant, joined: pb.Joined) -> None:
         self.participant = participant
-        self.broker_incarnation = broker_incarnation
-        self.device = device
+        self.broker_incarnation = joined.broker_incarnation
+        self.device = joined.device
+        self.capacity_bytes = joined.capacity_bytes
+        self.copies_bytes = joined.copies_bytes
         self._connection = connection
         self._claims: dict[tuple[LeaseId, bool], Claim] = {}
         self._parkable: weakref.WeakValueDictionary[int, HostPages] = weakref.WeakValueDictionary()
@@ -95,13 +93,7 @@ class BrokerClient:
         except BaseException:
             await connection.close()
             raise
-        joined = answer.reply.joined
-        return cls(
-            connection,
-            participant,
-            broker_incarnation=joined.broker_incarnation,
-            device=joined.device,
-        )
+        return cls(connection, participant, answer.reply.joined)
 
     @property
     def closed(self) -> asyncio.Event:

@@ -62,10 +62,9 @@ class ModelShape:
 def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> ModelShape:
     """Read the configuration and lay out the weights. Raises ModelFilesError."""
     config = load_config(path)
-    model = empty_model(config, dtype=context.dtype)
     return ModelShape(
         config=config,
-        layout=weight_layout(model, train_vision=train_vision, dtype=context.dtype),
+        layout=_layout(context, config, train_vision=train_vision),
         suppressed=torch.tensor(
             suppressed_token_ids(config), dtype=torch.int64, device=context.device
         ),
@@ -76,6 +75,17 @@ def policy_shape(context: RunContext) -> ModelShape:
     """The policy's shape under the recipe."""
     model = context.recipe.model
     return model_shape(context, model.path, train_vision=model.train_vision)
+
+
+def policy_layout(context: RunContext) -> WeightLayout:
+    """The part of the policy's shape that takes no device. Raises ModelFilesError."""
+    model = context.recipe.model
+    return _layout(context, load_config(model.path), train_vision=model.train_vision)
+
+
+def _layout(context: RunContext, config: Qwen2_5_VLConfig, *, train_vision: bool) -> WeightLayout:
+    model = empty_model(config, dtype=context.dtype)
+    return weight_layout(model, train_vision=train_vision, dtype=context.dtype)
 
 
 def reference_shape(context: RunContext) -> ModelShape:

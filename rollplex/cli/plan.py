@@ -49,6 +49,9 @@ ShardOptimizer = Annotated[bool, typer.Option(help="Split masters and moments ov
 SpillOptimizer = Annotated[
     bool, typer.Option(help="Keep masters and moments on the host while not needed.")
 ]
+SpillReference = Annotated[
+    bool, typer.Option(help="Keep reference weights on the host while nothing reads them.")
+]
 Ahead = Annotated[bool, typer.Option(help="Make the next step's reference prefixes in the window.")]
 Headroom = Annotated[
     float, typer.Option(help="GiB of each GPU to be left free, for what allocators keep.")
@@ -82,6 +85,7 @@ def plan(
     sequence_parallel: SequenceParallel = True,
     shard_optimizer: ShardOptimizer = True,
     spill_optimizer: SpillOptimizer = True,
+    spill_reference: SpillReference = False,
     ahead: Ahead = True,
     headroom: Headroom = 0.0,
     why: Why = False,
@@ -114,6 +118,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         shard_optimizer=shard_optimizer,
         spill_optimizer=spill_optimizer,
+        spill_reference=spill_reference,
         ahead=ahead,
         headroom_bytes=_headroom_bytes(headroom),
     )

@@ -59,6 +59,7 @@ def document(request: PlanRequest) -> dict[str, Any]:
             "sequence_parallel": request.sequence_parallel,
             "shard_optimizer": request.shard_optimizer,
             "spill_optimizer": request.spill_optimizer,
+            "spill_reference": request.spill_reference,
             "ahead": request.ahead,
         },
         "saved_bytes_a_token": {

@@ -75,7 +75,7 @@ def scheduled(
             device; 0: it comes back for the update.
     """
     table = Table()
-    _storages(table, sizes)
+    _storages(table, sizes, schedule)
     _prompts(table, sizes, schedule)
     table.put(TensorClass.POOL_PREFIX, sizes.pool_prefix, _DECODING)
     table.put(TensorClass.POOL_PRIVATE, sizes.pool_private, _DECODING)
@@ -111,7 +111,15 @@ def graph_phases(schedule: Schedule) -> tuple[Phase, ...]:
     return (*first, Phase.WINDOW, *_AFTER_WINDOW)
 
 
-def _storages(table: Table, sizes: Sizes) -> None:
+def reference_phases(schedule: Schedule) -> tuple[Phase, ...]:
+    """Where reference weights are on the device, or on their way, if they leave it."""
+    if schedule is Schedule.SERIAL:
+        return (Phase.REFERENCE,)
+    last = (Phase.TRAINING,) if schedule is Schedule.FUSED else ()
+    return (Phase.VISION, *_DECODING, Phase.REFERENCE, *last)
+
+
+def _storages(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     request = sizes.request
     if request.layouts_nest:
         widest = min(request.train_tp, request.rollout_tp)
@@ -119,7 +127,8 @@ def _storages(table: Table, sizes: Sizes) -> None:
     else:
         table.put(TensorClass.POLICY, sizes.weights(request.train_tp))
         table.put(TensorClass.ROLLOUT, sizes.weights(request.rollout_tp))
-    table.put(TensorClass.REFERENCE, sizes.weights(request.train_tp))
+    read = reference_phases(schedule) if request.spill_reference else tuple(Phase)
+    table.put(TensorClass.REFERENCE, sizes.weights(request.train_tp), read)
     table.put(TensorClass.ACCUMULATOR, sizes.accumulator)
     # beside the vision tower it is on its way to the host
     there = (Phase.VISION, Phase.UPDATE) if request.spill_optimizer else tuple(Phase)

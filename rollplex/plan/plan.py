@@ -66,6 +66,7 @@ class Plan:
             "activation_checkpointing": self.inputs,
             "ahead": request.ahead,
             "spill_optimizer": request.spill_optimizer,
+            "spill_reference": request.spill_reference,
             "restore_ahead_groups": self.restore_ahead,
         }
 
@@ -143,10 +144,16 @@ def _choice(
         graphs=graphs,
         inputs=inputs,
         restore_ahead=ahead,
-        host_bytes=sizes.masters + sizes.moments if request.spill_optimizer else 0,
+        host_bytes=_host_bytes(sizes),
         table=table,
         notes=_notes(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead),
     )
+
+
+def _host_bytes(sizes: Sizes) -> int:
+    request = sizes.request
+    optimizer = sizes.masters + sizes.moments if request.spill_optimizer else 0
+    return optimizer + (sizes.weights(request.train_tp) if request.spill_reference else 0)
 
 
 def _notes(
@@ -167,6 +174,8 @@ def _notes(
     else:
         when = f"with {ahead} groups left to train" if ahead else "for the update, not beside work"
         notes.append(f"optimizer state is on the host from the vision phase on, and back {when}")
+    if request.spill_reference:
+        notes.append("reference weights are on the host while nothing is scored or prepared for it")
     return tuple(notes)
 
 

@@ -71,6 +71,7 @@ class PlanRequest:
         sequence_parallel: whether what has the model's width is split over the ranks too.
         shard_optimizer: whether masters and moments are split over the data-parallel replicas.
         spill_optimizer: whether masters and moments are on the host while they are not needed.
+        spill_reference: whether reference weights are on the host while nothing reads them.
         ahead: whether reference prefixes of the next step are made in the window.
         headroom_bytes: of each GPU, to be left free.
     """
@@ -90,6 +91,7 @@ class PlanRequest:
     sequence_parallel: bool = True
     shard_optimizer: bool = True
     spill_optimizer: bool = True
+    spill_reference: bool = False
     ahead: bool = True
     headroom_bytes: int = 0
 

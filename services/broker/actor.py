@@ -19,6 +19,7 @@ from common.errors import RollplexError
 from common.events import Event
 from common.events.bodies import (
     Body,
+    ContentsMoved,
     MemoryWanted,
     ParticipantDied,
     ParticipantJoined,
@@ -182,7 +183,13 @@ class BrokerActor:
                 device=join.device,
             )
         )
-        return pb.Joined(broker_incarnation=self.incarnation, device=self._state.home(participant))
+        device = self._state.home(participant)
+        return pb.Joined(
+            broker_incarnation=self.incarnation,
+            device=device,
+            capacity_bytes=self._state.capacity_bytes(device),
+            copies_bytes=self._state.copies_bytes,
+        )
 
     def received(
         self, session: SessionId, participant: Participant, request: pb.BrokerRequest
@@ -268,7 +275,7 @@ class BrokerActor:
             case instructions.FreeMemory():
                 self._memory.free(instruction.generation)
             case instructions.SpillMemory():
-                self._memory.spill(instruction.generation)
+                self._memory.spill(instruction.generation, copied=instruction.copied)
             case instructions.RestoreMemory():
                 self._memory.restore(instruction.generation)
             case instructions.Refuse() if instruction.origin.request == 0:
@@ -288,6 +295,8 @@ class BrokerActor:
                 )
             case instructions.AnnounceMemoryWanted(device=device, size_bytes=size_bytes):
                 self._announce_everywhere(MemoryWanted(device=device, size_bytes=size_bytes))
+            case instructions.AnnounceMoved():
+                self._announce_moved(instruction)
             case instructions.AnnounceJoined():
                 self._announce_everywhere(
                     ParticipantJoined(
@@ -344,6 +353,17 @@ class BrokerActor:
         return self._publish(
             Event(sender=_BROKER, run_id=run_id, step=step, epoch=epoch, body=body)
         )
+
+    def _announce_moved(self, moved: instructions.AnnounceMoved) -> None:
+        body = ContentsMoved(
+            storage=moved.storage,
+            device=moved.device,
+            restored=moved.restored,
+            size_bytes=moved.size_bytes,
+            seconds=moved.seconds,
+        )
+        fence = self._state.fence(moved.run_id)
+        self._announce(body, fence.run_id, fence.step, fence.epoch)
 
     def _announce_everywhere(self, body: Body) -> None:
         """To each open run as part of its epoch; without any, to the node."""

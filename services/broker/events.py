@@ -115,10 +115,16 @@ class MoveEnded(BrokerEvent):
 class MemorySpilled(MoveEnded):
     """The contents are in the host's memory, and the device's is given back."""
 
+    seconds: float
+    """What that took."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRestored(MoveEnded):
     """The contents are on the device; the host's memory is kept for the next spill."""
+
+    seconds: float
+    """What that took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

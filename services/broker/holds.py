@@ -92,6 +92,8 @@ class Storage:
     """How often the contents have come back to the device."""
     has_copy: bool = False
     """Whether the host has memory for its contents; from its first spill on."""
+    copied: bool = False
+    """Whether what is in there are the contents: nobody was let in to write since."""
     starved: bool = False
     """Whether the device had no memory when the contents were last to come back."""
     again_ns: int = 0

@@ -49,6 +49,8 @@ class SpillMemory(Instruction):
     """Copy the contents to the host's memory, then give the device's back."""
 
     generation: Generation
+    copied: bool
+    """Whether the host's memory has these contents from an earlier time: nothing is copied then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,18 @@ class AnnounceMemoryWanted(Instruction):
 
     device: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceMoved(Instruction):
+    """Tell a run's participants that a storage's contents have left its device, or come back."""
+
+    run_id: RunId
+    storage: str
+    device: str
+    restored: bool
+    size_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

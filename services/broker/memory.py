@@ -90,9 +90,12 @@ class Memory:
         if not piece.moving:
             self._let_go(piece)
 
-    def spill(self, generation: Generation) -> None:
-        """Begin to copy the contents to the host; nobody has them mapped."""
-        self._move(generation, self._write_out)
+    def spill(self, generation: Generation, *, copied: bool) -> None:
+        """Begin to copy the contents to the host; nobody has them mapped.
+
+        Args: copied: the host has them already, from an earlier spill.
+        """
+        self._move(generation, self._let_device_go if copied else self._write_out)
 
     def restore(self, generation: Generation) -> None:
         """Begin to copy the contents back to the device."""
@@ -147,13 +150,21 @@ class Memory:
             return _failed(generation, f"{piece.name} stays on {arena.device}: {error}")
         start_s = time.monotonic()
         arena.write_out(allocation, piece.copy)
-        seconds = time.monotonic() - start_s
         if self._meter is not None:
-            self._meter.spilled(allocation.size_bytes, seconds)
+            self._meter.spilled(allocation.size_bytes, time.monotonic() - start_s)
+        return self._let_device_go(generation, piece, start_s=start_s)
+
+    def _let_device_go(
+        self, generation: Generation, piece: _Piece, *, start_s: float | None = None
+    ) -> MoveEnded:
+        """Args: start_s: when the spill began; None: now."""
+        start_s = time.monotonic() if start_s is None else start_s
+        allocation, piece.allocation = piece.allocation, None
+        assert allocation is not None
+        piece.arena.free(allocation)
+        seconds = time.monotonic() - start_s
         _log_moved("contents spilled", piece, seconds)
-        piece.allocation = None
-        arena.free(allocation)
-        return MemorySpilled(at_ns=time.monotonic_ns(), generation=generation)
+        return MemorySpilled(at_ns=time.monotonic_ns(), generation=generation, seconds=seconds)
 
     def _read_back(self, generation: Generation, piece: _Piece) -> MoveEnded:
         arena, copy = piece.arena, piece.copy
@@ -168,7 +179,7 @@ class Memory:
         if self._meter is not None:
             self._meter.restored(copy.size_bytes, seconds)
         _log_moved("contents restored", piece, seconds)
-        return MemoryRestored(at_ns=time.monotonic_ns(), generation=generation)
+        return MemoryRestored(at_ns=time.monotonic_ns(), generation=generation, seconds=seconds)
 
     def _let_go(self, piece: _Piece) -> None:
         allocation, piece.allocation = piece.allocation, None

@@ -4,6 +4,8 @@ Invariants, after every event:
 - Only a RESIDENT storage is held, or mapped by anybody.
 - Whatever can be spilled is being spilled, and whatever is wanted and has room is coming back.
 - Each participant that was given the storage and lives has it mapped or parked, never both.
+- A copy that is whole stays whole until somebody is let in to write: what was only read leaves its
+  device again without being copied.
 
 A storage that is wanted while its budget, or the device itself, has no room waits, for as long as
 somebody wants it; the node is told every now and then that memory is wanted. One that is only
@@ -17,7 +19,12 @@ from typing import TYPE_CHECKING
 
 from common.tensors.errors import StorageMisuse
 from services.broker.events import MemoryRestored, MemorySpilled
-from services.broker.instructions import AnnounceMemoryWanted, RestoreMemory, SpillMemory
+from services.broker.instructions import (
+    AnnounceMemoryWanted,
+    AnnounceMoved,
+    RestoreMemory,
+    SpillMemory,
+)
 from services.broker.residence import Residence
 
 if TYPE_CHECKING:
@@ -87,14 +94,17 @@ class Spilling:
         if storage is None:
             return None
         match storage.cell.state, event:
-            case Residence.SPILLING, MemorySpilled():
+            case Residence.SPILLING, MemorySpilled(seconds=seconds):
                 self._give_back_device(storage)
+                storage.copied = True
                 storage.cell.move(Residence.SPILLED, "copied")
-            case Residence.RESTORING, MemoryRestored():
+                self._tell(storage, seconds, restored=False)
+            case Residence.RESTORING, MemoryRestored(seconds=seconds):
                 storage.life += 1
                 storage.cell.move(Residence.RESIDENT, "copied back")
+                self._tell(storage, seconds, restored=True)
             case Residence.SPILLING, _:
-                storage.has_copy = False
+                storage.has_copy = storage.copied = False
                 self._rooms.copies.give_back(storage.size_bytes, run_scoped=True)
                 # It is not tried again before somebody parks it again.
                 storage.parked.clear()
@@ -127,6 +137,8 @@ class Spilling:
         for storage in self._storages.values():
             assert storage.resident or not (storage.holds or storage.mapped)
             assert storage.resident or (storage.has_copy and storage.spillable)
+            assert storage.has_copy or not storage.copied
+            assert storage.copied or storage.cell.state is not Residence.SPILLED
             assert not storage.mapped & storage.parked
             assert storage.expected <= storage.parked
             assert {hold.participant for hold in storage.holds.values()} <= storage.mapped
@@ -157,7 +169,7 @@ class Spilling:
             storage.has_copy = True
         storage.expected.clear()
         storage.cell.move(Residence.SPILLING, "parked by all")
-        self._outbox.add(SpillMemory(generation=storage.generation))
+        self._outbox.add(SpillMemory(generation=storage.generation, copied=storage.copied))
 
     def _restore(self, storage: Storage, now_ns: int) -> None:
         due = now_ns >= storage.again_ns
@@ -169,6 +181,18 @@ class Spilling:
             self._outbox.add(RestoreMemory(generation=storage.generation))
         elif due:
             self._call_for_memory(storage, now_ns)
+
+    def _tell(self, storage: Storage, seconds: float, *, restored: bool) -> None:
+        self._outbox.add(
+            AnnounceMoved(
+                run_id=storage.run_id,
+                storage=storage.name,
+                device=storage.device,
+                restored=restored,
+                size_bytes=storage.size_bytes,
+                seconds=seconds,
+            )
+        )
 
     def _fits(self, storage: Storage) -> bool:
         return self._rooms.of(storage.device).fits(storage.size_bytes)

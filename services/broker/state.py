@@ -139,6 +139,15 @@ class BrokerState:
         """Where a participant's `device` placement lies."""
         return self._rooms.home(participant)
 
+    def capacity_bytes(self, device: str) -> int:
+        """Budget of a device; 0: there is no memory of it."""
+        return self._rooms.of(device).capacity_bytes if self._rooms.knows(device) else 0
+
+    @property
+    def copies_bytes(self) -> int:
+        """Budget for spilled contents."""
+        return self._rooms.copies.capacity_bytes
+
     @property
     def participants(self) -> int:
         """How many participants are connected."""
@@ -147,6 +156,10 @@ class BrokerState:
     def open_runs(self) -> list[Fence]:
         """The open runs with their epochs."""
         return self._runs.open
+
+    def fence(self, run_id: RunId) -> Fence:
+        """An open run's epoch. Raises UnknownRun."""
+        return self._runs.fence(run_id)
 
     def is_over(self, run_id: RunId, epoch: Epoch) -> bool:
         """Whether an epoch has ended without an update, or its run is not open."""

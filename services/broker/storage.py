@@ -278,6 +278,8 @@ class StorageBook:
         )
         self._next_hold = HoldId(self._next_hold + 1)
         storage.holds[hold.hold_id] = hold
+        if hold.kind is not HoldKind.READ:
+            storage.copied = False
         storage.give_to(hold.participant)
         dirty = wanted.kind is HoldKind.EXCLUSIVE and storage.dirty_epoch is not None
         self._outbox.add(

@@ -10,6 +10,7 @@ from common.step.plan import StepMode, StepPlan
 from common.step.tasks import WEIGHTS_DEPENDENT, Task
 from common.step.view import StepView
 from services.controller.graph_tally import GraphTally
+from services.controller.move_tally import MoveTally
 from services.controller.record import SpanRecord, StepRecord
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class StepObserver:
         self._window_start_ns: int | None = None
         self._seen: set[str] = set()
         self._graphs = GraphTally()
+        self._moves = MoveTally()
 
     @property
     def finished(self) -> bool:
@@ -72,6 +74,7 @@ class StepObserver:
             return False
         self._seen.add(event.event_id)
         self._graphs.apply(event)
+        self._moves.apply(event)
         if event.work is not None and not isinstance(event.body, _WINDOW_EDGES):
             self._spans.append((event, event.work))
         match event.body:
@@ -104,6 +107,7 @@ class StepObserver:
             **self._learner_metrics(),
             **self._rollout_metrics(wall_s),
             **self._time_metrics(),
+            **self._moves.metrics(),
         }
         if plan.mode is StepMode.TRAIN:
             metrics |= self._graphs.metrics()

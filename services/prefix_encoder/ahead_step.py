@@ -117,16 +117,19 @@ class AheadStep:
         scored = planned.split == TRAIN_SPLIT
         if not (scored and store.takes_reference and self._holds.has_policy):
             return False, None
+        if not self._scope.view.window_open:
+            # Weights that nobody needs any more would have to come back for nothing.
+            return False, None
         prompt, vision = loaded.prompt, loaded.vision
         with self._holds.reading_ahead():
-            await self._holds.hold_reference()
-            encoded = await self._scope.run(
-                Task.AHEAD_REFERENCE,
-                while_decoding(
-                    self._scope.view, lambda: self._forwards.reference_prefix(prompt, vision)
-                ),
-                work=prompt.prefix_tokens,
-            )
+            async with self._holds.reference.reading():
+                encoded = await self._scope.run(
+                    Task.AHEAD_REFERENCE,
+                    while_decoding(
+                        self._scope.view, lambda: self._forwards.reference_prefix(prompt, vision)
+                    ),
+                    work=prompt.prefix_tokens,
+                )
         if encoded.value is None:
             return False, None
         loaded.reference = encoded.value

@@ -9,7 +9,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from common.worker.weights import REFERENCE_VERSION
+from common.step.tasks import Task
+from common.worker.reference import ReferenceWeights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,17 +20,20 @@ if TYPE_CHECKING:
 
 
 class WeightHolds:
-    """Of one epoch; what is still held at its end, its scope gives back."""
+    """Of one epoch; what is still held at its end, its scope gives back.
+
+    Attributes:
+        reference: the reference's weights, where there are any.
+    """
 
     def __init__(
         self, scope: StepScope, weights: Storage, reference_weights: Storage | None
     ) -> None:
         self._scope = scope
         self._weights = weights
-        self._reference_weights = reference_weights
         self._policy: Hold | None = None
-        self._reference: Hold | None = None
         self._readers_ahead = 0
+        self.reference = ReferenceWeights(scope, reference_weights, task=Task.REFERENCE_PREFIX)
 
     @property
     def has_policy(self) -> bool:
@@ -40,12 +44,6 @@ class WeightHolds:
         """Hold the version that the step reads."""
         if self._policy is None:
             self._policy = await self._scope.read(self._weights, self._scope.view.version)
-
-    async def hold_reference(self) -> None:
-        """Hold the reference's weights, where there are any."""
-        storage = self._reference_weights
-        if self._reference is None and storage is not None:
-            self._reference = await self._scope.read(storage, REFERENCE_VERSION)
 
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
@@ -59,7 +57,8 @@ class WeightHolds:
         self.advance()
 
     def advance(self) -> None:
-        """Let the update begin once every living group is accumulated."""
+        """Let the update begin once every living group is accumulated, and the reference go."""
+        self.reference.advance()
         hold = self._policy
         if hold is not None and self._scope.view.accumulated and not self._readers_ahead:
             self._policy = None

@@ -84,7 +84,7 @@ class PrefixEncoderStep:
         self._groups.pop(group, None)
 
     async def advance(self) -> None:
-        """Let the update begin once every living group is accumulated."""
+        """Let the update begin once every living group is accumulated, and the reference go."""
         self._holds.advance()
 
     def close(self) -> None:
@@ -199,12 +199,12 @@ class PrefixEncoderStep:
         prefix, work.reference = work.reference, None
         if prefix is None:
             await self._holds.hold_policy()
-            await self._holds.hold_reference()
-            encoded = await scope.run(
-                Task.REFERENCE_PREFIX,
-                lambda: self._forwards.reference_prefix(work.prompt, work.vision),
-                work=work.prompt.prefix_tokens,
-            )
+            async with self._holds.reference.reading():
+                encoded = await scope.run(
+                    Task.REFERENCE_PREFIX,
+                    lambda: self._forwards.reference_prefix(work.prompt, work.vision),
+                    work=work.prompt.prefix_tokens,
+                )
             prefix, span = encoded.value, encoded.span
         consumers = [self._peer(Service.REFERENCE)]
         await self._export(group, ModelRole.REFERENCE, prefix, consumers, span, cause_id)

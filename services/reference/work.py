@@ -16,6 +16,8 @@ from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.device import wait_for
+from common.worker.reference import ReferenceWeights
+from common.worker.reference_residency import reference_residency
 from common.worker.responses import LOGPROBS, packed_responses
 from common.worker.threads import in_thread
 from common.worker.weights import (
@@ -49,7 +51,7 @@ class ReferenceRun:
     def __init__(self, context: RunContext, shape: ModelShape, weights: Storage | None) -> None:
         self.context = context
         self.shape = shape
-        self._weights = weights
+        self.weights = weights
         self.model: SplitModel | None = None
 
     @classmethod
@@ -64,6 +66,7 @@ class ReferenceRun:
                 context.dtype,
                 readers=(me, context.peer(Service.PREFIX_ENCODER)),
                 writers=(me,),
+                residency=reference_residency(context, shape.layout),
             )
             weights = await context.broker.open_storage(
                 context.run_id, REFERENCE_WEIGHTS, create=spec
@@ -72,12 +75,12 @@ class ReferenceRun:
 
     async def prepare(self) -> Prepared:
         """Load and publish the weights unless the storage has them."""
-        if self._weights is None:
+        if self.weights is None:
             return Prepared(facts={"reference": "not needed"})
-        if self._weights.version is None or self._weights.torn:
-            hold = await self._weights.hold_write(REFERENCE_VERSION)
+        if self.weights.version is None or self.weights.torn:
+            hold = await self.weights.hold_write(REFERENCE_VERSION)
             model = self.context.recipe.model
-            flat = tensor_view(self._weights, FLAT)
+            flat = tensor_view(self.weights, FLAT)
 
             def load() -> None:
                 path = model.reference_path or model.path
@@ -88,8 +91,13 @@ class ReferenceRun:
                 await in_thread(load)
                 await hold.publish()
         if self.model is None:
-            self.model = shared_model(self.context, self.shape, self._weights, None)
-        return Prepared(facts={"parameters": str(self.shape.layout.total_elements)})
+            self.model = shared_model(self.context, self.shape, self.weights, None)
+        return Prepared(
+            facts={
+                "parameters": str(self.shape.layout.total_elements),
+                "spillable": str(self.weights.spillable).lower(),
+            }
+        )
 
     def begin(self, scope: StepScope) -> ReferenceStep:
         """Start an epoch."""
@@ -102,8 +110,8 @@ class ReferenceRun:
     async def close(self) -> None:
         """Drop the model and the mapping."""
         self.model = None
-        if self._weights is not None:
-            self._weights.close()
+        if self.weights is not None:
+            self.weights.close()
 
 
 class ReferenceStep:
@@ -112,6 +120,7 @@ class ReferenceStep:
     def __init__(self, run: ReferenceRun, scope: StepScope) -> None:
         self._run = run
         self._scope = scope
+        self._weights = ReferenceWeights(scope, run.weights, task=Task.REFERENCE_SCORE)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
         """Score one group."""
@@ -147,7 +156,8 @@ class ReferenceStep:
                 ]
             return torch.cat(passes)
 
-        scored = await scope.run(task, score, work=len(packed.tokens))
+        async with self._weights.reading():
+            scored = await scope.run(task, score, work=len(packed.tokens))
         lease = await scope.produce(
             "reference.scores",
             group,
@@ -166,7 +176,8 @@ class ReferenceStep:
         """Nothing is kept between tasks."""
 
     async def advance(self) -> None:
-        """Nothing is kept between tasks."""
+        """Let the weights go once every group is scored."""
+        self._weights.advance()
 
     def close(self) -> None:
         """Nothing is kept between tasks."""

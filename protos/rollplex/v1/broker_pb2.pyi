@@ -623,23 +623,30 @@ Global___Join: _TypeAlias = Join  # noqa: Y015
 
 @_typing.final
 class Joined(_message.Message):
-    """`device`: where this participant's `device` placement lies."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     BROKER_INCARNATION_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    COPIES_BYTES_FIELD_NUMBER: _builtins.int
     broker_incarnation: _builtins.str
     device: _builtins.str
+    """where this participant's `device` placement lies"""
+    capacity_bytes: _builtins.int
+    """budget of that device; 0: the broker has no memory of it"""
+    copies_bytes: _builtins.int
+    """of the host's memory, for contents that are spilled; 0: nothing is"""
     def __init__(
         self,
         *,
         broker_incarnation: _builtins.str = ...,
         device: _builtins.str = ...,
+        capacity_bytes: _builtins.int = ...,
+        copies_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_incarnation", b"broker_incarnation", "device", b"device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker_incarnation", b"broker_incarnation", "capacity_bytes", b"capacity_bytes", "copies_bytes", b"copies_bytes", "device", b"device"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

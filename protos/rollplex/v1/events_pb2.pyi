@@ -55,6 +55,7 @@ class Event(_message.Message):
     TASK_FAILED_FIELD_NUMBER: _builtins.int
     AHEAD_DONE_FIELD_NUMBER: _builtins.int
     MEMORY_WANTED_FIELD_NUMBER: _builtins.int
+    CONTENTS_MOVED_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
     """unique; made by the sender"""
     cause_id: _builtins.str
@@ -111,6 +112,8 @@ class Event(_message.Message):
     def ahead_done(self) -> Global___AheadDone: ...
     @_builtins.property
     def memory_wanted(self) -> Global___MemoryWanted: ...
+    @_builtins.property
+    def contents_moved(self) -> Global___ContentsMoved: ...
     def __init__(
         self,
         *,
@@ -143,16 +146,17 @@ class Event(_message.Message):
         task_failed: Global___TaskFailed | None = ...,
         ahead_done: Global___AheadDone | None = ...,
         memory_wanted: Global___MemoryWanted | None = ...,
+        contents_moved: Global___ContentsMoved | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "contents_moved", b"contents_moved", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "contents_moved", b"contents_moved", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__work: _TypeAlias = _typing.Literal["work"]  # noqa: Y015
     _WhichOneofArgType__work: _TypeAlias = _typing.Literal["_work", b"_work"]  # noqa: Y015
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted", "contents_moved"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
@@ -766,6 +770,42 @@ class MemoryWanted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MemoryWanted: _TypeAlias = MemoryWanted  # noqa: Y015
+
+@_typing.final
+class ContentsMoved(_message.Message):
+    """From the broker, when the contents of a storage have left its device, or have come back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORAGE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    storage: _builtins.str
+    device: _builtins.str
+    """"cpu", or a GPU's UUID"""
+    restored: _builtins.bool
+    """they have come back"""
+    size_bytes: _builtins.int
+    seconds: _builtins.float
+    """of the move; waits before it are not in it"""
+    def __init__(
+        self,
+        *,
+        storage: _builtins.str = ...,
+        device: _builtins.str = ...,
+        restored: _builtins.bool = ...,
+        size_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "restored", b"restored", "seconds", b"seconds", "size_bytes", b"size_bytes", "storage", b"storage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentsMoved: _TypeAlias = ContentsMoved  # noqa: Y015
 
 @_typing.final
 class HubRequest(_message.Message):

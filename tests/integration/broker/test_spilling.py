@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from common.events import event_from_proto
-from common.events.bodies import MemoryWanted
+from common.events.bodies import ContentsMoved, MemoryWanted
 from common.ids import Epoch, Participant, Service, WeightsVersion
 from common.tensors.errors import BrokerTimeout
 from common.tensors.spec import DType, TensorSpec
@@ -315,6 +315,32 @@ async def test_what_is_copied_is_counted(tmp_path: Path) -> None:
             assert float(counted["restored_seconds"]) > 0
     finally:
         assert stop(started.process) == 0
+
+
+async def test_moves_are_events_of_the_runs_epoch(broker: Broker) -> None:
+    storage = await written(broker.clients[0])
+    await spilled(broker, storage)
+    with await storage.hold_read(WeightsVersion(0)):
+        assert bytes(storage.buffer("bytes")) == contents(SEED)
+    await spilled(broker, storage)
+    seen = []
+    async with asyncio.timeout(SETTLE_S):
+        async for watched in broker.stub.WatchEvents(pb.WatchEventsRequest()):
+            event = event_from_proto(watched.event)
+            if isinstance(event.body, ContentsMoved):
+                assert (event.run_id, event.epoch) == (RUN, 1)
+                seen.append(event.body)
+            if len(seen) == 3:
+                break
+    assert [body.restored for body in seen] == [False, True, False]
+    for body in seen:
+        assert (body.storage, body.device) == ("optimizer", "cpu")
+        assert body.size_bytes == OPTIMIZER_BYTES
+        assert body.seconds > 0
+    # Nobody wrote in between: the copy of the first time is still good.
+    with await storage.hold_read(WeightsVersion(0)):
+        assert bytes(storage.buffer("bytes")) == contents(SEED)
+    storage.close()
 
 
 async def test_a_broker_that_ends_while_it_copies_ends_cleanly(mortal_broker: Broker) -> None:

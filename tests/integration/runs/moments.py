@@ -157,16 +157,16 @@ class Striker:
             self._last_step = self.seen.step
             yield
 
-    async def spilled(self, victim: str) -> Landed:
-        """The optimizer's state is in the broker's own memory only."""
+    async def spilled(self, victim: str, storage: str = "policy.optimizer") -> Landed:
+        """The contents of a storage are in the broker's own memory only."""
 
         async def holds() -> bool:
             if not (self._fresh and self.seen.window_is_open):
                 return False
-            return await self._has_state("policy.optimizer", "spilled")
+            return await self._has_state(storage, "spilled")
 
         async with still(self._node, ROLLOUT, holds):
-            return await self._kill(victim, "optimizer spilled")
+            return await self._kill(victim, f"{storage} spilled")
 
     async def aborted(self) -> None:
         """Wait until the epoch was ended without an update."""

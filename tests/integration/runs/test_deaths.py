@@ -6,10 +6,12 @@ import asyncio
 import signal
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from common.step.schedule import Schedule
 from rollplex.models import RunState
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.moments import (
@@ -84,6 +86,25 @@ async def test_a_run_survives_deaths_while_its_optimizer_is_spilled(mortal_lab):
                 (Striker.spilled, BROKER),
                 (Striker.updating, LEARNER),
                 (Striker.spilled, ENCODER),
+            )
+        ]
+    assert len({blow.step for blow in struck}) == len(struck)
+
+
+@pytest.mark.timeout(300)
+async def test_a_run_survives_deaths_while_its_reference_is_spilled(mortal_lab):
+    """With `serial`, where nothing reads the reference's weights while sequences decode."""
+    serial = {"schedule": Schedule.SERIAL, "spill_reference": True}
+    away = partial(Striker.spilled, storage="reference.weights")
+    async with disturbed(mortal_lab, "reference-spilled", **serial) as striker:
+        struck = [
+            await moment(striker, victim)
+            for moment, victim in (
+                (away, REFERENCE),
+                (Striker.scoring, REFERENCE),
+                (away, ENCODER),
+                (Striker.scoring, ENCODER),
+                (away, BROKER),
             )
         ]
     assert len({blow.step for blow in struck}) == len(struck)

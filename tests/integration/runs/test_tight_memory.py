@@ -29,11 +29,16 @@ async def roomy(lab):
     return serial
 
 
+@pytest.mark.parametrize("spill", [False, True], ids=["kept", "spilled"])
 @pytest.mark.parametrize("schedule", list(Schedule))
-async def test_little_room_changes_nothing(roomy, tight_node, model, schedule):
+async def test_little_room_changes_nothing(roomy, tight_node, model, schedule, spill):
+    """Leases may take the room of storages that are away, and must leave it when it is wanted."""
     tight = Lab(tight_node, model)
-    replay = {"replay_from": str(roomy.folder)} if schedule is Schedule.FUSED else {}
-    (finished,) = await tight.succeeded({f"tight-{schedule}": wanted(model, schedule, **replay)})
+    training = {"spill_optimizer": spill, "spill_reference": spill}
+    if schedule is Schedule.FUSED:
+        training["replay_from"] = str(roomy.folder)
+    name = f"tight-{schedule}-{spill}"
+    (finished,) = await tight.succeeded({name: wanted(model, schedule, **training)})
     assert finished.run.restarts == 0
     if schedule is Schedule.FUSED:
         assert relative_difference(roomy.tensors, finished.tensors) <= 1e-5

@@ -293,9 +293,9 @@ class Driver:
         if fail:
             self.do(events.MoveFailed, generation=move.generation, reason="no memory")
         elif isinstance(move, instructions.SpillMemory):
-            self.do(events.MemorySpilled, generation=move.generation)
+            self.do(events.MemorySpilled, generation=move.generation, seconds=0.5)
         else:
-            self.do(events.MemoryRestored, generation=move.generation)
+            self.do(events.MemoryRestored, generation=move.generation, seconds=0.25)
 
     def cancel(self, who: Participant, request: int) -> None:
         self.tell(who, events.CancelRequest, cancelled=RequestId(request))

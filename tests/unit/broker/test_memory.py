@@ -117,7 +117,7 @@ def kept() -> Iterator[Kept]:
 
 async def test_there_and_back_bit_for_bit(kept: Kept) -> None:
     for _ in range(2):
-        kept.memory.spill(PIECE)
+        kept.memory.spill(PIECE, copied=False)
         assert isinstance(await kept.report(), MemorySpilled)
         assert (kept.arena.out, kept.arena.copies) == (0, 1)
         kept.memory.restore(PIECE)
@@ -128,9 +128,35 @@ async def test_there_and_back_bit_for_bit(kept: Kept) -> None:
     assert kept.sizes == [("spilled", SIZE_BYTES), ("restored", SIZE_BYTES)] * 2
 
 
+async def test_what_the_host_has_already_is_let_go_without_a_copy(kept: Kept) -> None:
+    kept.memory.spill(PIECE, copied=False)
+    await kept.report()
+    kept.memory.restore(PIECE)
+    await kept.report()
+    kept.arena.begun.clear()
+    kept.memory.spill(PIECE, copied=True)
+    spilled = await kept.report()
+    assert isinstance(spilled, MemorySpilled)
+    assert not kept.arena.begun.is_set()
+    assert (kept.arena.out, kept.arena.copies) == (0, 1)
+    kept.memory.restore(PIECE)
+    restored = await kept.report()
+    assert isinstance(restored, MemoryRestored)
+    assert restored.seconds > 0
+    descriptor = kept.descriptor()
+    assert os.pread(descriptor, SIZE_BYTES, 0) == kept.whole
+    os.close(descriptor)
+    # Only what was copied is counted.
+    assert kept.sizes == [
+        ("spilled", SIZE_BYTES),
+        ("restored", SIZE_BYTES),
+        ("restored", SIZE_BYTES),
+    ]
+
+
 async def test_the_loop_goes_on_while_it_is_copied(kept: Kept) -> None:
     kept.arena.gate.clear()
-    kept.memory.spill(PIECE)
+    kept.memory.spill(PIECE, copied=False)
     assert await asyncio.to_thread(kept.arena.begun.wait, 20)
     assert kept.reports.empty()
     kept.arena.gate.set()
@@ -139,7 +165,7 @@ async def test_the_loop_goes_on_while_it_is_copied(kept: Kept) -> None:
 
 async def test_what_is_freed_while_it_is_copied_goes_afterwards(kept: Kept) -> None:
     kept.arena.gate.clear()
-    kept.memory.spill(PIECE)
+    kept.memory.spill(PIECE, copied=False)
     assert await asyncio.to_thread(kept.arena.begun.wait, 20)
     kept.memory.free(PIECE)
     assert (kept.arena.out, kept.arena.copies) == (1, 1)
@@ -151,7 +177,7 @@ async def test_what_is_freed_while_it_is_copied_goes_afterwards(kept: Kept) -> N
 
 async def test_the_end_waits_for_the_copy(kept: Kept) -> None:
     kept.arena.gate.clear()
-    kept.memory.spill(PIECE)
+    kept.memory.spill(PIECE, copied=False)
     assert await asyncio.to_thread(kept.arena.begun.wait, 20)
     threading.Timer(0, kept.arena.gate.set).start()
     kept.memory.close()
@@ -162,12 +188,12 @@ async def test_the_end_waits_for_the_copy(kept: Kept) -> None:
 
 async def test_no_memory_is_an_event_and_harms_nothing(kept: Kept) -> None:
     kept.arena.failure = OSError("Cannot allocate memory")
-    kept.memory.spill(PIECE)
+    kept.memory.spill(PIECE, copied=False)
     failed = await kept.report()
     assert isinstance(failed, MoveFailed)
     assert failed.reason == "weights stays on cpu: Cannot allocate memory"
     kept.arena.failure = None
-    kept.memory.spill(PIECE)
+    kept.memory.spill(PIECE, copied=False)
     await kept.report()
     kept.arena.failure = OSError("Cannot allocate memory")
     kept.memory.restore(PIECE)
@@ -181,5 +207,5 @@ async def test_no_memory_is_an_event_and_harms_nothing(kept: Kept) -> None:
 
 async def test_any_other_failure_is_the_brokers(kept: Kept) -> None:
     kept.arena.failure = RuntimeError("an illegal address")
-    kept.memory.spill(PIECE)
+    kept.memory.spill(PIECE, copied=False)
     assert await kept.report() is kept.arena.failure

@@ -20,7 +20,12 @@ from common.tensors.errors import (
 from common.tensors.spec import Residency
 from common.tensors.storage import HoldKind, StorageSpec
 from services.broker import events
-from services.broker.instructions import AnnounceMemoryWanted, RestoreMemory, SpillMemory
+from services.broker.instructions import (
+    AnnounceMemoryWanted,
+    AnnounceMoved,
+    RestoreMemory,
+    SpillMemory,
+)
 from services.broker.rooms import COPIES
 from services.broker.spilling import AGAIN_NS
 from tests.unit.broker.driver import (
@@ -113,6 +118,35 @@ def test_there_and_back() -> None:
     lone.park()
     lone.drive.end_move()
     assert lone.rows == [(COPIES, "spilled readable(v1)")]
+
+
+def test_what_was_only_read_since_is_not_copied_again() -> None:
+    lone = Lone()
+    copied = [lone.drive.moves[0].copied]
+    for kind in (HoldKind.READ, HoldKind.READ, HoldKind.WRITE, HoldKind.EXCLUSIVE):
+        lone.drive.end_move()
+        asked = lone.drive.hold(LEARNER, lone.storage, kind)
+        lone.drive.end_move()
+        lone.drive.let_go(LEARNER, lone.drive.answer(asked).hold_id, untouched=True)
+        lone.park()
+        copied.append(lone.drive.moves[0].copied)
+    # Who was let in to write is taken to have written.
+    assert copied == [False, True, True, False, False]
+
+
+def test_moves_are_told_with_their_size_and_time() -> None:
+    lone = Lone()
+    lone.drive.end_move()
+    lone.hold(1)
+    lone.drive.end_move(fail=True)
+    lone.drive.pass_time(AGAIN_S)
+    lone.drive.end_move()
+    told = [said for said in lone.drive.said if isinstance(said, AnnounceMoved)]
+    there_and_back = [(False, 0.5), (True, 0.25)]
+    assert [(said.restored, said.seconds) for said in told] == there_and_back
+    assert {(said.run_id, said.storage, said.device, said.size_bytes) for said in told} == {
+        (RUN, "weights", GPU, GPU_PAGE)
+    }
 
 
 def test_everybody_who_has_it_mapped_has_to_park_it() -> None:

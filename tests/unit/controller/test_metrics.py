@@ -228,3 +228,29 @@ def test_a_dropped_groups_graph_is_gone():
     _apply(observer, bodies.GroupDropped(code="c", reason="r", sample=0), group=0)
     _apply(observer, _encoded("policy", graph_bytes=50), group=1)
     assert observer.record(None).metrics["graph_bytes_peak"] == 50
+
+
+def _moved(*, restored: bool, size_bytes: int, seconds: float) -> bodies.ContentsMoved:
+    return bodies.ContentsMoved(
+        storage="reference.weights",
+        device="cpu",
+        restored=restored,
+        size_bytes=size_bytes,
+        seconds=seconds,
+    )
+
+
+def test_what_left_the_device_and_came_back_is_counted_by_storage():
+    observer = _observed()
+    assert not [name for name in observer.record(None).metrics if "reference_weights" in name]
+    _apply(observer, _moved(restored=False, size_bytes=8, seconds=0.5), event_id="a")
+    _apply(observer, _moved(restored=False, size_bytes=8, seconds=0.5), event_id="a")
+    _apply(observer, _moved(restored=True, size_bytes=8, seconds=0.25), event_id="b")
+    _apply(observer, _moved(restored=False, size_bytes=8, seconds=0.125), event_id="c")
+    metrics = observer.record(None).metrics
+    assert {name: metrics[name] for name in metrics if "reference_weights" in name} == {
+        "reference_weights_spilled_bytes": 16,
+        "time_reference_weights_spill_s": 0.625,
+        "reference_weights_restored_bytes": 8,
+        "time_reference_weights_restore_s": 0.25,
+    }

@@ -75,6 +75,9 @@ BODIES = [
     bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),
     bodies.TaskFailed(task="update", code="internal", type="X", message="m", retryable=True),
     bodies.MemoryWanted(device="GPU-1", size_bytes=7),
+    bodies.ContentsMoved(
+        storage="reference.weights", device="GPU-1", restored=True, size_bytes=7, seconds=0.25
+    ),
 ]
 
 

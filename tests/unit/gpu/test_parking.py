@@ -83,6 +83,24 @@ def test_memory_leaves_the_device_and_comes_back_at_its_address(gpu):
     assert not gpu.pinned
 
 
+def test_a_copy_is_good_for_more_than_one_life(gpu):
+    arena = CudaArena(0)
+    allocation = arena.allocate(SIZE_BYTES, "weights", zeroed=True)
+    copy = arena.new_copy(SIZE_BYTES)
+    pages = map_handle(handle_of(arena, 5), descriptor_of(allocation))
+    gpu.at(pages.address, SIZE_BYTES)[:] = PATTERN
+    assert pages.parking.park(lambda: None)
+    spill(arena, allocation, copy)
+    arena.free(arena.read_back(copy, "weights"))
+    assert gpu.free_bytes == TOTAL_BYTES
+    allocation = arena.read_back(copy, "weights")
+    descriptor = descriptor_of(allocation)
+    pages.parking.bring_back(2, descriptor)
+    os.close(descriptor)
+    assert bytes(gpu.at(pages.address, SIZE_BYTES)) == PATTERN
+    copy.free()
+
+
 def test_memory_of_an_older_life_is_replaced(gpu):
     arena = CudaArena(0)
     first = arena.allocate(SIZE_BYTES, "weights", zeroed=True)

@@ -146,6 +146,23 @@ def test_optimizer_state_that_stays():
     assert made.host_bytes == 0
 
 
+def test_reference_weights_that_leave(example):
+    made = by_name(replace(REQUEST, spill_reference=True))
+    away = {
+        "serial": set(Phase) - {Phase.REFERENCE},
+        "rollplex": {Phase.TRAINING, Phase.UPDATE},
+        "fused": {Phase.UPDATE},
+    }
+    for name, phases in away.items():
+        plan = made[name]
+        weights = plan.sizes.weights(REQUEST.train_tp)
+        found = {phase: plan.table.get(TensorClass.REFERENCE, phase) for phase in Phase}
+        assert found == {phase: 0 if phase in phases else weights for phase in Phase}
+        assert plan.host_bytes == example[name].host_bytes + weights
+        assert plan.recipe["spill_reference"] is True
+        assert plan.graphs >= example[name].graphs
+
+
 def test_a_trained_tower_has_graphs_and_accumulators():
     frozen, trained = (by_name(replace(REQUEST, train_vision=on)) for on in (False, True))
     for name in (NAIVE, "rollplex"):

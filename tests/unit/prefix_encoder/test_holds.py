@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from common.ids import Participant, Service
+from common.events import bodies
+from common.ids import GroupId, Participant, Service
+from common.step.plan import TRAIN_SPLIT
+from common.step.tasks import Task
 from common.step.view import StepView
 from common.tensors.spec import DType, TensorSpec
 from common.tensors.storage import StorageSpec
 from common.worker.scope import StepScope
 from common.worker.weights import POLICY_WEIGHTS, REFERENCE_VERSION, REFERENCE_WEIGHTS
+from services.prefix_encoder.ahead import AheadStore
+from services.prefix_encoder.ahead_step import AheadStep
 from services.prefix_encoder.holds import WeightHolds
+from tests.unit.prefix_encoder.test_ahead import loaded
 from tests.unit.step.test_schedule import DONE, REWARDED, event, generated, plan
 from tests.unit.worker.conftest import CPU, ENCODER, RUN, broker, mortal_broker, started
 
@@ -27,6 +34,7 @@ class Holdings:
 
     def __init__(self, broker, scope, weights, reference) -> None:
         self._broker = broker
+        self.scope = scope
         self._reference = reference
         self.view = scope.view
         self.holds = WeightHolds(scope, weights, reference)
@@ -55,7 +63,7 @@ async def holdings(broker):
         read.append(await encoder.open_storage(RUN, name, create=spec))
     with ThreadPoolExecutor(1) as compute:
         scope = StepScope(
-            StepView(plan(groups=1), needs_reference=False),
+            StepView(plan(groups=1, ahead=1), needs_reference=False),
             participant=ENCODER,
             broker=encoder,
             compute=compute,
@@ -86,3 +94,19 @@ async def test_the_update_waits_for_a_job_ahead_and_no_longer(holdings):
         holdings.holds.advance()
         assert POLICY_WEIGHTS in await holdings.held()
     assert POLICY_WEIGHTS not in await holdings.held()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_work_ahead_holds_the_reference_only_while_sequences_decode(holdings, closed):
+    """It may come to its turn when the window has closed and the weights are away."""
+    holdings.view.apply(event(bodies.WindowOpened()))
+    if closed:
+        body = bodies.WindowClosed(decode_iterations=1, response_tokens=1)
+        holdings.view.apply(event(body))
+    store = AheadStore(limit_bytes=0, reference_limit=None)
+    store.put((TRAIN_SPLIT, 1), loaded(0))
+    forwards = SimpleNamespace(reference_prefix=lambda prompt, vision: None)
+    ahead = AheadStep(SimpleNamespace(ahead=store), holdings.scope, holdings.holds, forwards)
+    await holdings.holds.hold_policy()
+    await ahead.run(Task.AHEAD_REFERENCE, GroupId(0), "")
+    assert (REFERENCE_WEIGHTS in await holdings.held()) is not closed

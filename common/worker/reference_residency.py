@@ -1,0 +1,66 @@
+"""Whether the reference's weights leave their device while nothing reads them.
+
+That costs a copy back each step, beside the decode or the vision tower. It is worth that where the
+room that it makes is missing, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.tensors.spec import Residency
+from common.worker.weights import policy_layout
+
+if TYPE_CHECKING:
+    from common.weights.layout import WeightLayout
+    from common.worker.context import RunContext
+
+
+def reference_residency(context: RunContext, reference: WeightLayout) -> Residency:
+    """What `training.spill_reference` comes to for a run on this device."""
+    wanted = context.recipe.training.spill_reference
+    if wanted == "auto":
+        broker = context.broker
+        wanted = context.device.type == "cuda" and budget_is_short(
+            context,
+            policy_layout(context),
+            reference,
+            capacity_bytes=broker.capacity_bytes,
+            copies_bytes=broker.copies_bytes,
+        )
+    return Residency.SPILLABLE if wanted else Residency.PINNED
+
+
+def budget_is_short(
+    context: RunContext,
+    policy: WeightLayout,
+    reference: WeightLayout,
+    *,
+    capacity_bytes: int,
+    copies_bytes: int,
+) -> bool:
+    """Whether the device lacks room that spilled reference weights would make.
+
+    While the run trains and updates, all its other storages are on the device, the optimizer's
+    state too, beside what a step allocates: `training.graph_reserve_gib`. Where the budget has room
+    for all of that and for the reference, spilling makes none that is missing. It makes none either
+    where the host has no room for the copy, beside the optimizer's, which leaves for longer.
+
+    Args:
+        capacity_bytes: what the broker may hand out of the device.
+        copies_bytes: what it may take of the host for spilled contents.
+    """
+    weights_bytes = context.dtype.itemsize
+    state_bytes = context.accumulator_dtype.itemsize
+    has_masters = context.dtype is not context.accumulator_dtype
+    optimizer = policy.trainable_elements * state_bytes * (3 if has_masters else 2)
+    spilled = reference.total_elements * weights_bytes
+    storages = (
+        policy.total_elements * weights_bytes
+        + policy.trainable_elements * state_bytes
+        + optimizer
+        + spilled
+    )
+    copies = spilled + (optimizer if context.spills_optimizer else 0)
+    reserve = context.recipe.training.graph_reserve_gib * 2**30
+    return storages + reserve > capacity_bytes and copies <= copies_bytes
