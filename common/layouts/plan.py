@@ -56,6 +56,13 @@ class GpuSharing:
         return self._rollout_bytes(lambda one: one.tensor.numel if one.kind is Kind.REBUILD else 0)
 
     @cached_property
+    def rebuild_copied_bytes(self) -> int:
+        """What is copied into them after an update: all but their padding."""
+        return self._rollout_bytes(
+            lambda one: one.moved_elements if one.kind is Kind.REBUILD else 0
+        )
+
+    @cached_property
     def full_second_copy_bytes(self) -> int:
         """The rollout's whole shard: what it would take if nothing were shared."""
         return self._rollout_bytes(lambda one: one.tensor.numel)
