@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.errors import FailedPrecondition
+from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
-from common.worker.work import Prepared
+from common.worker.work import Prepared, ReadWeights
 from services.rollout.engines.native import NativeEngine
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.tensors.storage import Storage
+    from common.vlm.model import SplitModel
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
     from services.rollout.engines.protocol import Engine
@@ -48,6 +50,7 @@ class RolloutRun:
         *,
         weights: Storage,
         shape: ModelShape,
+        model: SplitModel,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
@@ -57,6 +60,7 @@ class RolloutRun:
         self.context = context
         self.weights = weights
         self.shape = shape
+        self.model = model
         self.engine = engine
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
@@ -84,14 +88,13 @@ class RolloutRun:
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
-        engine = NativeEngine(
-            shared_model(context, shape, weights, None), max_slots=recipe.rollout.max_slots
-        )
+        model = shared_model(context, shape, weights, None)
         return cls(
             context,
             weights=weights,
             shape=shape,
-            engine=engine,
+            model=model,
+            engine=NativeEngine(model, max_slots=recipe.rollout.max_slots),
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
@@ -105,6 +108,10 @@ class RolloutRun:
     def begin(self, scope: StepScope) -> RolloutStep:
         """Start an epoch."""
         return RolloutStep(self, scope)
+
+    def read_weights(self) -> tuple[ReadWeights, ...]:
+        """The policy's, as the engine reads them."""
+        return (ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.model),)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The rollout has nothing to save."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,10 @@ class Ranks:
 
     def run(self, size, work):
         """What `work` returns for the group of each rank; the first error, if there is one."""
-        return list(self._threads.map(work, self._groups[size]))
+        running = [self._threads.submit(work, group) for group in self._groups[size]]
+        # a rank that failed must not leave others behind in a collective
+        wait(running)
+        return [one.result() for one in running]
 
     def close(self):
         self._threads.shutdown()
