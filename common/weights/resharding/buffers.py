@@ -5,6 +5,7 @@ Shapes: a tensor that lies in blocks has leading axes that count them, as its `V
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,22 +29,32 @@ def strided(flat: Tensor, view: View) -> Tensor:
     return flat.as_strided(view.shape, view.strides, flat.storage_offset() + view.offset)
 
 
-def allocate_sources(
-    gpu: GpuSharing, *, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Memory for training's tensors of one rank, with the rollout's gaps between them.
+def source_elements(gpu: GpuSharing) -> int:
+    """Length of a flat buffer for what training and the rollout share on one GPU."""
+    return _end(_source_sizes(gpu))
+
+
+def sources_in(gpu: GpuSharing, flat: Tensor) -> dict[str, Tensor]:
+    """Training's tensors of one rank in a flat buffer, with the rollout's gaps between them.
 
     Args:
         gpu: the rank's part of the plan.
-    Returns: views of one zeroed buffer by name, tied tensors under each of their names.
+        flat: [source_elements(gpu)]; it may be another process's.
+    Returns: views by name, tied tensors under each of their names.
     """
-    sizes = {key: gpu.clusters[key.cluster].storage_elements for key in shared_buffers(gpu)}
-    flats = _carved(sizes, dtype=dtype, device=device)
+    flats = _carved(_source_sizes(gpu), flat)
     return {
         name: strided(flats[key], view)
         for key, tensor, view in _source_views(gpu)
         for name in tensor.layer_names(key.layer)
     }
+
+
+def allocate_sources(
+    gpu: GpuSharing, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """As `sources_in`, in a new buffer of zeros."""
+    return sources_in(gpu, torch.zeros(source_elements(gpu), dtype=dtype, device=device))
 
 
 def shared_buffers(gpu: GpuSharing) -> Iterator[Buffer]:
@@ -105,7 +116,7 @@ def allocate_own(
         for number, one in enumerate(gpu.clusters[key.cluster].rollout)
         if one.view is None
     }
-    return _carved(sizes, dtype=dtype, device=device)
+    return _carved(sizes, torch.zeros(_end(sizes), dtype=dtype, device=device))
 
 
 def target_tensors(gpu: GpuSharing, buffers: Mapping[Buffer, Tensor]) -> dict[str, Tensor]:
@@ -135,16 +146,25 @@ def _source_views(gpu: GpuSharing) -> Iterator[tuple[Buffer, RankTensor, View]]:
             yield key, tensor, view
 
 
-def _carved(
-    sizes: Mapping[Buffer, int], *, dtype: torch.dtype, device: torch.device
-) -> dict[Buffer, Tensor]:
-    """Zeroed parts of one allocation, each at an aligned place."""
-    starts, end = {}, 0
-    for key, size in sizes.items():
-        starts[key] = end
-        end += -(-size // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-    flat = torch.zeros(end, dtype=dtype, device=device)
-    return {key: flat.narrow(0, starts[key], size) for key, size in sizes.items()}
+def _source_sizes(gpu: GpuSharing) -> dict[Buffer, int]:
+    return {key: gpu.clusters[key.cluster].storage_elements for key in shared_buffers(gpu)}
+
+
+def _carved(sizes: Mapping[Buffer, int], flat: Tensor) -> dict[Buffer, Tensor]:
+    """Parts of a buffer, one after the other, each at an aligned place."""
+    starts = itertools.accumulate(map(_aligned, sizes.values()), initial=0)
+    return {
+        key: flat.narrow(0, start, size)
+        for (key, size), start in zip(sizes.items(), starts, strict=False)
+    }
+
+
+def _end(sizes: Mapping[Buffer, int]) -> int:
+    return sum(map(_aligned, sizes.values()))
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
 def _behind(name: str, source: Tensor, view: View, elements: int) -> Tensor:

@@ -14,13 +14,19 @@ from tests.unit.layouts.strategies import free_layouts, pairs
 
 
 @settings(max_examples=25, deadline=None)
-@given(pairs(), st.integers(1, 2))
-def test_every_rank_reads_its_shards_after_an_update(pair, blocks):
+@given(pairs(), st.integers(1, 2), st.booleans())
+def test_every_rank_reads_its_shards_after_an_update(pair, blocks, shared):
     shape, train, rollout = pair
     layouts = layout_pair(shape, train, rollout)
-    plan = plan_sharing(*layouts, element_bytes=2)
+    plan = plan_sharing(*layouts, element_bytes=2, shared=shared)
     if blocks == 2:
-        plan = plan_sharing(*layouts, element_bytes=2, gpus=2 * len(plan.gpus))
+        gpus = 2 * len(plan.gpus)
+        plan = plan_sharing(*layouts, element_bytes=2, gpus=gpus, shared=shared)
+    if not shared:
+        assert all(gpu.extra_bytes == gpu.full_second_copy_bytes for gpu in plan.gpus)
+        assert [gpu.rollout_rank for gpu in plan.gpus] == [
+            gpu.gpu % rollout[1] for gpu in plan.gpus
+        ]
     values = logical_values(layouts[0])
     carry_out(plan, values)
     ranks = [gpu.rollout_replica * rollout[1] + gpu.rollout_rank for gpu in plan.gpus]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from math import lcm
 
 import pytest
 import torch
@@ -37,12 +38,13 @@ def tiny_shape(**changes):
     return replace(shape_of(tiny_config().to_dict(), name="tiny"), **changes)
 
 
-def plan_of(shape, train, rollout, *, dtype=torch.float32, blocks=1):
-    layouts = layout_pair(shape, train, rollout)
-    plan = plan_sharing(*layouts, element_bytes=dtype.itemsize)
-    if blocks == 1:
-        return plan
-    return plan_sharing(*layouts, element_bytes=dtype.itemsize, gpus=blocks * len(plan.gpus))
+def plan_of(shape, train, rollout, *, dtype=torch.float32, blocks=1, shared=True):
+    return plan_sharing(
+        *layout_pair(shape, train, rollout),
+        element_bytes=dtype.itemsize,
+        gpus=blocks * lcm(train[1], rollout[1]),
+        shared=shared,
+    )
 
 
 def carry_out(ranks, plan, dtype, **options):
@@ -58,9 +60,10 @@ def carry_out(ranks, plan, dtype, **options):
     pair=pairs(layers=2, most_ranks=4),
     dtype=st.sampled_from(list(BITS)),
     round_bytes=st.sampled_from([1, 4096, 1 << 30]),
+    shared=st.booleans(),
 )
-def test_every_rank_has_the_shards_of_a_random_model(ranks, pair, dtype, round_bytes):
-    carry_out(ranks, plan_of(*pair, dtype=dtype), dtype, round_bytes=round_bytes)
+def test_every_rank_has_the_shards_of_a_random_model(ranks, pair, dtype, round_bytes, shared):
+    carry_out(ranks, plan_of(*pair, dtype=dtype, shared=shared), dtype, round_bytes=round_bytes)
 
 
 @settings(max_examples=40, deadline=None)
