@@ -14,7 +14,7 @@ from torch import Tensor
 from common.layouts.box import minus_all
 from common.weights.errors import LayoutMismatch
 from common.weights.layout import ALIGNMENT_ELEMENTS, missing_error
-from common.weights.resharding.schedule import Buffer, regions, target_view
+from common.weights.resharding.regions import Buffer, regions, target_view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

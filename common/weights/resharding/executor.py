@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from common.layouts.plan import SharingPlan
-    from common.weights.resharding.schedule import Buffer, Region, Round
+    from common.weights.resharding.regions import Buffer, Region
+    from common.weights.resharding.schedule import Round
 
 ROUND_BYTES = 512 << 20
 """Most that a rank sends or receives at a time, unless one tensor is larger."""

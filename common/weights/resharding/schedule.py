@@ -1,4 +1,4 @@
-"""What one rank of a process group does after an update, as regions of its buffers. No torch here.
+"""What one rank of a process group does after an update, as regions of its buffers. Needs no torch.
 
 Every rank derives the same rounds from the plan, so all of them call the same collectives in the
 same order. In one round a rank takes part in
@@ -11,46 +11,26 @@ same order. In one round a rank takes part in
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.errors import InvalidArgument
 from common.layouts.box import Box
-from common.layouts.storage import View
+from common.weights.resharding.regions import (
+    Buffer,
+    Region,
+    source_regions,
+    split,
+    target_regions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from common.layouts.plan import GpuSharing
-    from common.layouts.sharing import ClusterSharing, Move, TensorSharing
+    from common.layouts.sharing import Move
     from common.layouts.tensors import Part
-
-
-class Buffer(NamedTuple):
-    """Flat memory of one rank.
-
-    Attributes:
-        cluster: index in `GpuSharing.clusters`.
-        own: index of the rollout's tensor whose own buffer it is; None: shared with training.
-    """
-
-    cluster: int
-    layer: int
-    own: int | None = None
-
-
-class Region(NamedTuple):
-    """Rows of a tensor that lie at one stride; `view.blocks` is 0."""
-
-    buffer: Buffer
-    view: View
-
-    @property
-    def elements(self) -> int:
-        """Of the region."""
-        return math.prod(self.view.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,20 +153,20 @@ class Schedule:
         part, box = shared.tensor.parts[one.move.part], one.move.box
         holder = self.gpus[one.source].clusters[cluster]
         targets = list(
-            _target_regions(shared, one.move.part, box, Buffer(cluster, layer), one.tensor)
+            target_regions(shared, one.move.part, box, Buffer(cluster, layer), one.tensor)
         )
         if one.source == one.target:
             row = box.ranges[0][0]
             for target in targets:
                 stop = row + target.view.shape[0]
                 rows = Box(((row, stop), *box.ranges[1:]))
-                sources = list(_source_regions(holder, part, rows, Buffer(cluster, layer)))
-                current.copies += zip(_split(target, sources), sources, strict=True)
+                sources = list(source_regions(holder, part, rows, Buffer(cluster, layer)))
+                current.copies += zip(split(target, sources), sources, strict=True)
                 row = stop
         elif self.rank == one.target:
             current.receives[one.source] += targets
         else:
-            current.sends[one.target] += _source_regions(holder, part, box, Buffer(cluster, layer))
+            current.sends[one.target] += source_regions(holder, part, box, Buffer(cluster, layer))
 
     # ---------------------------------------------------------------- whole gathers
 
@@ -216,8 +196,8 @@ class Schedule:
         others = {(one, run) for one, run in enumerate(runs) if one != rank}
         if wanted not in (others, others | {(None, runs[rank])}):
             return False
-        targets = list(_target_regions(shared, number, part.box, Buffer(cluster, 0), tensor))
-        sources = list(_source_regions(held, part, runs[rank], Buffer(cluster, 0)))
+        targets = list(target_regions(shared, number, part.box, Buffer(cluster, 0), tensor))
+        sources = list(source_regions(held, part, runs[rank], Buffer(cluster, 0)))
         return len(targets) == len(sources) == 1 and all(
             one.view.contiguous for one in (*targets, *sources)
         )
@@ -228,8 +208,8 @@ class Schedule:
         part = shared.tensor.parts[number]
         own = _run(part, self.rank, len(self.gpus))
         buffer = Buffer(cluster, layer)
-        (target,) = _target_regions(shared, number, part.box, buffer, tensor)
-        (source,) = _source_regions(held, part, own, buffer)
+        (target,) = target_regions(shared, number, part.box, buffer, tensor)
+        (source,) = source_regions(held, part, own, buffer)
         in_place = all(one.source is not None for one in shared.moves if one.part == number)
         return WholeGather(target=target, source=source, in_place=in_place)
 
@@ -251,55 +231,3 @@ def _run(part: Part, number: int, runs: int) -> Box:
     (start, stop), *rest = part.box.ranges
     rows = (stop - start) // runs
     return Box(((start + number * rows, start + (number + 1) * rows), *rest))
-
-
-def target_view(shared: TensorSharing) -> View:
-    """Where a tensor of the rollout lies in the buffer shared with training, or in its own."""
-    return View.plain(shared.tensor.shape) if shared.view is None else shared.view
-
-
-def regions(buffer: Buffer, view: View, row: int, part: Part, box: Box) -> Iterator[Region]:
-    """A box of a part in memory, by rows.
-
-    Args:
-        view: of the tensor that the part belongs to.
-        row: of that tensor, where the part starts.
-        box: logical indices.
-    """
-    (start, stop), *rest = box.ranges
-    (first, _), *origins = part.box.ranges
-    strides = view.strides[view.blocks :]
-    inside = sum(
-        (at - origin) * step
-        for (at, _), (origin, _), step in zip(rest, origins, strides[1:], strict=True)
-    )
-    for offset, rows in view.runs(row + start - first, row + stop - first):
-        yield Region(buffer, View(offset + inside, (rows, *box.shape[1:]), strides))
-
-
-def _target_regions(
-    shared: TensorSharing, number: int, box: Box, buffer: Buffer, tensor: int
-) -> Iterator[Region]:
-    row, part = list(shared.tensor.placed_parts())[number]
-    place = buffer if shared.view is not None else buffer._replace(own=tensor)
-    return regions(place, target_view(shared), row, part, box)
-
-
-def _source_regions(held: ClusterSharing, wanted: Part, box: Box, buffer: Buffer) -> list[Region]:
-    """Where training's tensors of a rank hold a box of the part's logical tensor."""
-    for tensor, view in zip(held.train, held.train_views, strict=True):
-        for row, part in tensor.placed_parts():
-            if part.tensor.name == wanted.tensor.name and part.box.contains(box):
-                return list(regions(buffer, view, row, part, box))
-    raise AssertionError(f"no training tensor of the rank has {wanted.tensor.name} {box}")
-
-
-def _split(region: Region, like: Sequence[Region]) -> Iterator[Region]:
-    """The region in pieces of as many rows as others have."""
-    buffer, view = region
-    row = 0
-    for one in like:
-        rows = one.view.shape[0]
-        offset = view.offset + row * view.strides[0]
-        yield Region(buffer, View(offset, (rows, *view.shape[1:]), view.strides))
-        row += rows
