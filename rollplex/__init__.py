@@ -42,12 +42,14 @@ if TYPE_CHECKING:
         StepRecord,
     )
     from rollplex.recipes import load_recipe
+    from rollplex.weights import ConsumerWeights, WeightsDifference, WeightsReport
 
 _HOMES = {
     "AlreadyExists": "common.errors",
     "Checkpoint": "rollplex.models",
     "Client": "rollplex.client",
     "Cluster": "rollplex.models",
+    "ConsumerWeights": "rollplex.weights",
     "DeadlineExceeded": "common.errors",
     "FailedPrecondition": "common.errors",
     "InvalidArgument": "common.errors",
@@ -67,6 +69,8 @@ _HOMES = {
     "StepMode": "common.step.plan",
     "StepRecord": "rollplex.models",
     "Unavailable": "common.errors",
+    "WeightsDifference": "rollplex.weights",
+    "WeightsReport": "rollplex.weights",
     "load_recipe": "rollplex.recipes",
 }
 
@@ -75,6 +79,7 @@ __all__ = [
     "Checkpoint",
     "Client",
     "Cluster",
+    "ConsumerWeights",
     "DeadlineExceeded",
     "FailedPrecondition",
     "InvalidArgument",
@@ -94,6 +99,8 @@ __all__ = [
     "StepMode",
     "StepRecord",
     "Unavailable",
+    "WeightsDifference",
+    "WeightsReport",
     "load_recipe",
 ]
 

@@ -10,24 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.deployment import load_deployment
 from common.config.recipe import Recipe
-from common.errors import DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, FailedPrecondition, Stale, Unavailable
 from common.transport import open_channel
 from protos.rollplex.v1 import broker_pb2, broker_pb2_grpc, control_pb2_grpc
 from protos.rollplex.v1 import control_pb2 as pb
 from rollplex.conversion import cluster_from_proto, run_from_proto, update_from_proto
 from rollplex.ledger import ledger_from_proto
-from rollplex.models import Checkpoint, Cluster, Run, RunUpdate
+from rollplex.models import Checkpoint, Cluster, Run, RunState, RunUpdate
 from rollplex.recipes import absolute_paths, load_recipe
+from rollplex.weights import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from rollplex.ledger import Ledger
+    from rollplex.weights import WeightsReport
 
 _CALL = timedelta(seconds=30)
 _CREATE = timedelta(minutes=5)
 _CHECKPOINT = timedelta(minutes=30)
+_CHECKSUMS = timedelta(minutes=10)
+_STALE_TRIES = 5
+"""How often weights are asked for that an update has overtaken."""
 _RECONNECT_PAUSE_S = 0.5
 _BROKER = "broker/0"
 
@@ -212,6 +217,44 @@ class Client:
             # The next one may be at another address.
             await self._forget_broker()
             raise
+
+    async def verify_weights(
+        self, run_id: str | None = None, *, deadline: timedelta = _CHECKSUMS
+    ) -> WeightsReport:
+        """Have every process checksum the weights that it reads, all at one version.
+
+        The workers themselves are asked. Steps go on meanwhile, but an update waits until the
+        weights are read.
+
+        Args:
+            run_id: None: the run that is at work.
+            deadline: how long a process may take.
+
+        Raises:
+            FailedPrecondition: no run is at work, or a process is not configured for it.
+            Stale: updates came faster than the processes could be asked.
+            Unavailable: a process is away.
+        """
+        tries = _STALE_TRIES
+        while True:
+            run = await self._run_at_work() if run_id is None else await self.get_run(run_id)
+            try:
+                return await read_weights(
+                    await self.cluster(),
+                    run.run_id,
+                    run.steps_done,
+                    deadline_s=deadline.total_seconds(),
+                )
+            except Stale:
+                tries -= 1
+                if not tries:
+                    raise
+
+    async def _run_at_work(self) -> Run:
+        for run in await self.list_runs():
+            if run.state in (RunState.RUNNING, RunState.PAUSED):
+                return run
+        raise FailedPrecondition("no run is at work; weights are there while one runs or is paused")
 
     async def _broker_address(self) -> str:
         cluster = await self.cluster()

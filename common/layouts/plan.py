@@ -56,6 +56,13 @@ class GpuSharing:
         return self._rollout_bytes(lambda one: one.tensor.numel if one.kind is Kind.REBUILD else 0)
 
     @cached_property
+    def rebuild_copied_bytes(self) -> int:
+        """What is copied into them after an update: all but their padding."""
+        return self._rollout_bytes(
+            lambda one: one.moved_elements if one.kind is Kind.REBUILD else 0
+        )
+
+    @cached_property
     def full_second_copy_bytes(self) -> int:
         """The rollout's whole shard: what it would take if nothing were shared."""
         return self._rollout_bytes(lambda one: one.tensor.numel)
@@ -104,7 +111,12 @@ class SharingPlan:
 
 
 def plan_sharing(
-    train: Layout, rollout: Layout, *, element_bytes: int, gpus: int | None = None
+    train: Layout,
+    rollout: Layout,
+    *,
+    element_bytes: int,
+    gpus: int | None = None,
+    shared: bool = True,
 ) -> SharingPlan:
     """Place the rollout's ranks so that the most bytes alias, and say what every GPU shares.
 
@@ -114,6 +126,8 @@ def plan_sharing(
     Args:
         element_bytes: of one element of every tensor.
         gpus: of the whole run; by default one block.
+        shared: if not, nothing is shared: every rank of the rollout, in the plain order, has a
+            second copy, all of it rebuilt.
     Raises: InvalidArgument if `gpus` is no multiple of a block.
     """
     block = math.lcm(train.degree, rollout.degree)
@@ -124,16 +138,21 @@ def plan_sharing(
             f"rollout legal are multiples of {block}"
         )
     joined = clusters(train, rollout)
-    alias_bytes = element_bytes * _alias_elements(joined, train.degree, rollout.degree)
+    if shared:
+        alias_bytes = element_bytes * _alias_elements(joined, train.degree, rollout.degree)
+    else:
+        alias_bytes = np.zeros((train.degree, rollout.degree), dtype=np.int64)
     slots = _best_slots(alias_bytes, block)
-    shared = _shared(
-        joined, {(gpu % train.degree, slots[gpu] % rollout.degree) for gpu in range(block)}
-    )
+    pairs = {(gpu % train.degree, slots[gpu] % rollout.degree) for gpu in range(block)}
+    if shared:
+        made_of = _shared(joined, pairs)
+    else:
+        made_of = {pair: tuple(cluster.apart(*pair) for cluster in joined) for pair in pairs}
     made: list[GpuSharing] = []
     for gpu in range(gpus):
         replica, rank = divmod(slots[gpu % block] + gpu // block * block, rollout.degree)
         pair = (gpu % train.degree, rank)
-        made.append(GpuSharing(gpu, *pair, replica, shared[pair], element_bytes))
+        made.append(GpuSharing(gpu, *pair, replica, made_of[pair], element_bytes))
     plain = sum(int(alias_bytes[gpu % train.degree, gpu % rollout.degree]) for gpu in range(gpus))
     return SharingPlan(train, rollout, tuple(made), plain)
 

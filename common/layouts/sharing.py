@@ -147,6 +147,13 @@ class Cluster:
         chosen = min(buffers, key=lambda key: _cost([one[key] for one in made]))
         return {rank: one[chosen] for rank, one in zip(rollout_ranks, made, strict=True)}
 
+    def apart(self, train_rank: int, rollout_rank: int) -> ClusterSharing:
+        """No sharing: training's tensors one after the other, buffers of the rollout's own."""
+        storage = Storage.of(self.train[train_rank])
+        views = self._train_views(storage, self.train[train_rank])
+        assert views is not None, "each of them was put there"
+        return self._in_storage(storage, views, train_rank, rollout_rank, apart=True)
+
     def _candidates(self, train_rank: int, rollout_rank: int) -> Iterator[ClusterSharing]:
         for storage in self._storages(train_rank, rollout_rank):
             if (views := self._train_views(storage, self.train[train_rank])) is not None:
@@ -171,11 +178,23 @@ class Cluster:
         return found if len(found) == len(own) else None
 
     def _in_storage(
-        self, storage: Storage, views: tuple[View, ...], train_rank: int, rollout_rank: int
+        self,
+        storage: Storage,
+        views: tuple[View, ...],
+        train_rank: int,
+        rollout_rank: int,
+        *,
+        apart: bool = False,
     ) -> ClusterSharing:
         own = self.train[train_rank]
+        placed = list(zip(own, views, strict=True))
         rollout = tuple(
-            self._tensor(one, storage, list(zip(own, views, strict=True)), train_rank)
+            self._tensor(
+                one,
+                None if apart else storage.view(one, in_blocks=self.rollout_in_blocks),
+                placed,
+                train_rank,
+            )
             for one in self.rollout[rollout_rank]
         )
         rebuilt = sum(one.tensor.numel for one in rollout if one.view is None)
@@ -190,11 +209,10 @@ class Cluster:
     def _tensor(
         self,
         tensor: RankTensor,
-        storage: Storage,
+        view: View | None,
         own: list[tuple[RankTensor, View]],
         train_rank: int,
     ) -> TensorSharing:
-        view = storage.view(tensor, in_blocks=self.rollout_in_blocks)
         alias_elements = 0
         moves: list[Move] = []
         for number, (row, part) in enumerate(tensor.placed_parts()):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from common.layouts.box import Box
     from common.layouts.tensors import Part, RankTensor
@@ -34,6 +34,12 @@ class View:
     strides: tuple[int, ...]
     blocks: int = 0
 
+    @classmethod
+    def plain(cls, shape: tuple[int, ...], *, offset: int = 0) -> View:
+        """A tensor whose elements follow each other."""
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return cls(offset, shape, strides)
+
     @property
     def block_rows(self) -> int:
         """Rows that lie at one stride."""
@@ -57,6 +63,13 @@ class View:
             index, place = divmod(index, self.shape[axis])
             offset += place * self.strides[axis]
         return offset
+
+    def runs(self, row: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Offset and number of rows of each piece in which the tensor's rows lie at one stride."""
+        while row < stop:
+            rows = min(stop - row, self.block_rows - row % self.block_rows)
+            yield self.row_offset(row), rows
+            row += rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +143,11 @@ class Storage:
     def _put(self, tensor: RankTensor) -> None:
         if tensor.parts in self.homes:
             return
-        strides = _contiguous_strides(tensor.shape)
         home = self.elements
-        self.homes[tensor.parts] = View(home, tensor.shape, strides)
+        view = self.homes[tensor.parts] = View.plain(tensor.shape, offset=home)
         for part in tensor.parts:
             self.placements.append(
-                Placement(part.tensor.name, part.box, home, self.elements, strides)
+                Placement(part.tensor.name, part.box, home, self.elements, view.strides)
             )
             self.elements += part.box.numel
 
@@ -216,7 +228,3 @@ def _lattice(offsets: list[int]) -> tuple[tuple[int, int], ...] | None:
         return None
     outer = _lattice(starts)
     return None if outer is None else (*outer, (count, step))
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

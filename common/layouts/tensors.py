@@ -98,6 +98,10 @@ class RankTensor:
         """Layers that have one."""
         return self.parts[0].tensor.count
 
+    def layer_names(self, layer: int) -> tuple[str, ...]:
+        """Its names in one of the layers, counted from 0."""
+        return tuple(name.replace("*", str(layer)) for name in self.names)
+
     @property
     def row_elements(self) -> int:
         """Elements of one row."""

@@ -19,13 +19,14 @@ from common.vlm.attention import AttentionBackend, SdpaAttention, packed_indices
 from common.vlm.checkpointing import run_block
 from common.vlm.errors import PromptInvalid, ResponseInvalid
 from common.vlm.loading import head_dim, text_config
+from common.vlm.names import HEAD, LANGUAGE, VISUAL
 from common.vlm.prefix import PrefixKV
 from common.vlm.prompt import IMAGE, TEXT, VIDEO, PromptTensors
 from common.vlm.steps import LayerSteps, PlainSteps
 from common.vlm.vision import vision_tower
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -82,6 +83,11 @@ class SplitModel:
     def fused(self) -> bool:
         """Whether it runs on kernels for GPUs."""
         return not isinstance(self._steps, PlainSteps)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its in-memory name, tied ones under each of their names."""
+        for prefix, module in ((VISUAL, self.visual), (LANGUAGE, self.language), (HEAD, self.head)):
+            yield from module.named_parameters(prefix=prefix[:-1], remove_duplicate=False)
 
     def vision_embeddings(self, prompt: PromptTensors, *, checkpointing: bool = False) -> Tensor:
         """Features of all images and videos, in the order of their placeholders.

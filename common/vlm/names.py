@@ -9,6 +9,7 @@ from __future__ import annotations
 
 VISUAL = "model.visual."
 LANGUAGE = "model.language_model."
+HEAD = "lm_head."
 _DISK_VISUAL = "visual."
 _DISK_LANGUAGE = "model."
 

@@ -5,7 +5,6 @@ Shapes: E = `total_elements` of a layout, Et = its `trainable_elements`.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
 from common.weights.layout import TensorEntry, WeightLayout, missing_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 
 def torch_dtype(layout: WeightLayout) -> torch.dtype:
@@ -101,21 +100,6 @@ def bind_parameters(
         parameters[name] = _parameter(old, weight, gradients.get(name))
     for name, (module, leaf) in owners.items():
         setattr(module, leaf, parameters[layout.aliases.get(name, name)])
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, dtypes, shapes and bytes; the mapping's order does not matter.
-
-    Args:
-        tensors: any device; one tensor at a time is copied to the host.
-    Returns: hexadecimal digest of 16 bytes.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()
 
 
 def _view(flat: Tensor, entry: TensorEntry) -> Tensor:

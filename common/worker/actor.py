@@ -28,9 +28,11 @@ from common.step.machine import (
     StepMachine,
 )
 from common.tensors.device import HOST
+from common.worker.checksums import checksum_weights
 from common.worker.epochs import EpochWork
 from common.worker.holder import RunHolder
 from common.worker.messages import (
+    ChecksumWeights,
     Configure,
     EventArrived,
     LinkLost,
@@ -43,6 +45,8 @@ from common.worker.messages import (
 from common.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from common.config.deployment import Deployment
     from common.events import Event
     from common.registry.runs import RunLedger
@@ -55,6 +59,7 @@ log = logging.getLogger(__name__)
 
 IDLE = "idle"
 CHECKPOINT = "checkpoint"
+CHECKSUMS = "checksums"
 _CHANGE = "change"
 
 Change = Configure | Release | LinkLost | ShutDown
@@ -139,6 +144,8 @@ class WorkerActor(Actor[Message]):
                 self._shut_down_asked(message)
             case SaveCheckpoint():
                 self._checkpoint_asked(message)
+            case ChecksumWeights():
+                self._checksums_asked(message)
 
     async def _event_arrived(self, message: EventArrived) -> None:
         event = message.event
@@ -333,12 +340,12 @@ class WorkerActor(Actor[Message]):
     async def _watch(self, link: Link) -> None:
         await self.mailbox.put(LinkLost(link=link.number, reason=await link.broken()))
 
-    # ---------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------- checkpoints, checksums
 
     def _checkpoint_asked(self, ask: SaveCheckpoint) -> None:
-        run, refusal = self._holder.run, ""
-        if self._phase is not RunPhase.READY or run is None or self._holder.run_id != ask.run_id:
-            refusal = f"{self.participant} is not configured for run {ask.run_id}"
+        run, refusal = self._ready_run(ask.run_id), ""
+        if run is None:
+            refusal = self._not_configured(ask.run_id)
         elif self._epochs.running:
             refusal = "a step is running; checkpoints are written between steps"
         elif self._saving:
@@ -351,11 +358,24 @@ class WorkerActor(Actor[Message]):
 
     async def _save_checkpoint(self, run: RunWork, ask: SaveCheckpoint) -> None:
         try:
-            _answer(ask.answer, await run.save_checkpoint(ask.epoch))
-        except Exception as error:  # noqa: BLE001 - goes to the asker, typed
-            _refuse(ask.answer, error)
+            await _answer_with(ask.answer, run.save_checkpoint(ask.epoch))
         finally:
             self._saving = False
+
+    def _checksums_asked(self, ask: ChecksumWeights) -> None:
+        run = self._ready_run(ask.run_id)
+        if run is None:
+            _refuse(ask.answer, FailedPrecondition(self._not_configured(ask.run_id)))
+            return
+        made = checksum_weights(run, ask.policy_version)
+        self._epochs.beside(CHECKSUMS, _answer_with(ask.answer, made))
+
+    def _ready_run(self, run_id: RunId) -> RunWork | None:
+        ready = self._phase is RunPhase.READY and self._holder.run_id == run_id
+        return self._holder.run if ready else None
+
+    def _not_configured(self, run_id: RunId) -> str:
+        return f"{self.participant} is not configured for run {run_id}"
 
     # ---------------------------------------------------------------- for the servicer
 
@@ -395,6 +415,13 @@ class WorkerActor(Actor[Message]):
 def _answer(answer: asyncio.Future[Any], value: Any) -> None:
     if not answer.done():
         answer.set_result(value)
+
+
+async def _answer_with(answer: asyncio.Future[Any], work: Awaitable[Any]) -> None:
+    try:
+        _answer(answer, await work)
+    except Exception as error:  # noqa: BLE001 - goes to the asker, typed
+        _refuse(answer, error)
 
 
 def _refuse(answer: asyncio.Future[Any], error: Exception) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.events import Event
     from common.ids import Epoch, RunId, WeightsVersion
+    from common.worker.checksums import RoleChecksums
     from common.worker.work import Prepared
 
 
@@ -59,6 +60,15 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumWeights:
+    """Ask: checksums of the weights that the worker reads; a step may be running."""
+
+    run_id: RunId
+    policy_version: WeightsVersion
+    answer: asyncio.Future[list[RoleChecksums]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventArrived:
     """Tell: the next event of the node's order."""
 
@@ -73,4 +83,13 @@ class LinkLost:
     reason: str
 
 
-Message = Configure | Release | Quiesce | ShutDown | SaveCheckpoint | EventArrived | LinkLost
+Message = (
+    Configure
+    | Release
+    | Quiesce
+    | ShutDown
+    | SaveCheckpoint
+    | ChecksumWeights
+    | EventArrived
+    | LinkLost
+)

@@ -12,7 +12,7 @@ import grpc
 
 from common.config.loading import check
 from common.config.recipe import Recipe
-from common.ids import Epoch, RunId
+from common.ids import Epoch, RunId, WeightsVersion
 from common.worker import messages
 from protos.rollplex.v1 import worker_pb2, worker_pb2_grpc
 
@@ -94,6 +94,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             )
         )
         return worker_pb2.SaveCheckpointReply(path=str(path), weights_version=version)
+
+    async def ChecksumWeights(  # noqa: N802
+        self, request: worker_pb2.ChecksumWeightsRequest, context: Context[Any, Any]
+    ) -> worker_pb2.ChecksumWeightsReply:
+        """Checksums of the weights that the worker reads."""
+        found = await self._ask(
+            lambda answer: messages.ChecksumWeights(
+                run_id=RunId(request.run_id),
+                policy_version=WeightsVersion(request.policy_version),
+                answer=answer,
+            )
+        )
+        return worker_pb2.ChecksumWeightsReply(
+            roles=[
+                worker_pb2.RoleChecksums(
+                    role=one.role, version=one.version, checksums=one.checksums
+                )
+                for one in found
+            ]
+        )
 
     async def _ask(self, make: Callable[[asyncio.Future[Any]], messages.Message]) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

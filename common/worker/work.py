@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from common.events.bodies import ModelRole
     from common.ids import Epoch, GroupId, WeightsVersion
     from common.step.machine import Lane
     from common.step.tasks import Task
+    from common.tensors.storage import Storage
+    from common.vlm.model import SplitModel
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
 
@@ -24,6 +27,17 @@ class Prepared:
     """Learner: the version that it holds and that is durable."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """For people and metrics, such as the number of parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadWeights:
+    """Weights that a worker reads."""
+
+    role: ModelRole
+    storage: Storage
+    """What has to be held while they are read."""
+    model: SplitModel
+    """Whose parameters they are."""
 
 
 class StepWork(Protocol):
@@ -61,6 +75,9 @@ class RunWork(Protocol):
 
     def begin(self, scope: StepScope) -> StepWork:
         """Start the work of an epoch."""
+
+    def read_weights(self) -> Sequence[ReadWeights]:
+        """The weights of each role that this service has a model of."""
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """Write a checkpoint. Raises FailedPrecondition where the service has none."""

@@ -19,7 +19,17 @@ from common.errors import (
     RollplexError,
     Unavailable,
 )
-from rollplex.cli import control, layout, machine, memory, model, plan, proof, runs
+from rollplex.cli import (
+    control,
+    layout,
+    machine,
+    memory,
+    model,
+    plan,
+    proof,
+    runs,
+    weights,
+)
 from rollplex.cli.options import BAD_INPUT, FAILED, INTERRUPTED, UNREACHABLE, Options
 
 if TYPE_CHECKING:
@@ -32,7 +42,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (model, plan, layout, runs, control, memory, machine, proof):
+for group in (model, plan, layout, runs, control, memory, weights, machine, proof):
     group.register(app)
 
 

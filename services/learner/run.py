@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import NotFound
+from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
 from common.registry.runs import DurableRecord
 from common.step.machine import Lane
@@ -26,7 +27,7 @@ from common.worker.weights import (
     policy_shape,
     shared_model,
 )
-from common.worker.work import Prepared
+from common.worker.work import Prepared, ReadWeights
 from services.learner.checkpoints import CheckpointInvalid, CheckpointStore, version_of
 from services.learner.shadow import HostShadow
 from services.learner.step import LearnerStep
@@ -132,6 +133,10 @@ class LearnerRun:
     def begin(self, scope: StepScope) -> LearnerStep:
         """Start an epoch."""
         return LearnerStep(self, scope)
+
+    def read_weights(self) -> tuple[ReadWeights, ...]:
+        """The policy's."""
+        return (ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.model),)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """Write the version held as a checkpoint and make it a durable copy.

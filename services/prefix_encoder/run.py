@@ -8,6 +8,7 @@ import torch
 
 from common.data.workers import SamplePool, SampleSource
 from common.errors import FailedPrecondition
+from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
@@ -26,7 +27,7 @@ from common.worker.weights import (
     reference_shape,
     shared_model,
 )
-from common.worker.work import Prepared
+from common.worker.work import Prepared, ReadWeights
 from services.prefix_encoder.admission import kv_admission
 from services.prefix_encoder.ahead import AheadStore, LoadedPrompt, sample_key
 from services.prefix_encoder.graphs import PrefixGraphs, device_memory
@@ -201,6 +202,14 @@ class PrefixEncoderRun:
         mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
         theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
         return all(torch.equal(mine[name], theirs[name]) for name in names)
+
+    def read_weights(self) -> tuple[ReadWeights, ...]:
+        """The policy's, and the reference's where the run has one."""
+        read = [ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.policy)]
+        if self.reference is not None and self.reference_weights is not None:
+            role, storage = ModelRole.REFERENCE, self.reference_weights
+            read.append(ReadWeights(role=role, storage=storage, model=self.reference))
+        return tuple(read)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The prefix-encoder has nothing to save."""

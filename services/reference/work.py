@@ -31,7 +31,7 @@ from common.worker.weights import (
     reference_shape,
     shared_model,
 )
-from common.worker.work import Prepared
+from common.worker.work import Prepared, ReadWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +102,13 @@ class ReferenceRun:
     def begin(self, scope: StepScope) -> ReferenceStep:
         """Start an epoch."""
         return ReferenceStep(self, scope)
+
+    def read_weights(self) -> tuple[ReadWeights, ...]:
+        """The reference's, where the run has one."""
+        if self.model is None or self._weights is None:
+            return ()
+        role = ModelRole.REFERENCE
+        return (ReadWeights(role=role, storage=self._weights, model=self.model),)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The reference has nothing to save."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.errors import FailedPrecondition
+from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
@@ -14,7 +15,7 @@ from common.worker.live_decode import LiveDecode
 from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
-from common.worker.work import Prepared
+from common.worker.work import Prepared, ReadWeights
 from services.rollout.engines.native import NativeEngine
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.tensors.storage import Storage
+    from common.vlm.model import SplitModel
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
     from services.rollout.engines.protocol import Engine
@@ -49,6 +51,7 @@ class RolloutRun:
         *,
         weights: Storage,
         shape: ModelShape,
+        model: SplitModel,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
@@ -59,6 +62,7 @@ class RolloutRun:
         self.context = context
         self.weights = weights
         self.shape = shape
+        self.model = model
         self.engine = engine
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
@@ -87,17 +91,18 @@ class RolloutRun:
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
+        model = shared_model(context, shape, weights, None)
         token = await SmToken.open(context) if context.governed else None
-        engine = NativeEngine(
-            shared_model(context, shape, weights, None),
-            max_slots=recipe.rollout.max_slots,
-            beside=None if token is None else lambda: token.share > 0,
-        )
         return cls(
             context,
             weights=weights,
             shape=shape,
-            engine=engine,
+            model=model,
+            engine=NativeEngine(
+                model,
+                max_slots=recipe.rollout.max_slots,
+                beside=None if token is None else lambda: token.share > 0,
+            ),
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
@@ -112,6 +117,10 @@ class RolloutRun:
     def begin(self, scope: StepScope) -> RolloutStep:
         """Start an epoch."""
         return RolloutStep(self, scope)
+
+    def read_weights(self) -> tuple[ReadWeights, ...]:
+        """The policy's, as the engine reads them."""
+        return (ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.model),)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The rollout has nothing to save."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/rollplex/v1/worker.proto\x12\x0brollplex.v1\"\x81\x01\n\x10\x43onfigureRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0brecipe_json\x18\x03 \x01(\t\x12\x0f\n\x07run_dir\x18\x04 \x01(\t\x12\x18\n\x0bresume_from\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_resume_from\"\xbc\x01\n\x0e\x43onfigureReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1c\n\x0fweights_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x35\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32&.rollplex.v1.ConfigureReply.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_weights_version\"\x12\n\x10GetStatusRequest\"\xc7\x01\n\x0cWorkerStatus\x12\x13\n\x0bparticipant\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x11\n\tlifecycle\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x12\n\x05group\x18\t \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x65vents_seen\x18\n \x01(\x04\x42\x08\n\x06_group\" \n\x0eQuiesceRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1c\n\x0cQuiesceReply\x12\x0c\n\x04idle\x18\x01 \x01(\x08\" \n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"6\n\x15SaveCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"<\n\x13SaveCheckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x17\n\x0fweights_version\x18\x02 \x01(\x04\x32\xf6\x02\n\x06Worker\x12G\n\tConfigure\x12\x1d.rollplex.v1.ConfigureRequest\x1a\x1b.rollplex.v1.ConfigureReply\x12\x45\n\tGetStatus\x12\x1d.rollplex.v1.GetStatusRequest\x1a\x19.rollplex.v1.WorkerStatus\x12\x41\n\x07Quiesce\x12\x1b.rollplex.v1.QuiesceRequest\x1a\x19.rollplex.v1.QuiesceReply\x12\x41\n\x07Release\x12\x1b.rollplex.v1.ReleaseRequest\x1a\x19.rollplex.v1.ReleaseReply\x12V\n\x0eSaveCheckpoint\x12\".rollplex.v1.SaveCheckpointRequest\x1a .rollplex.v1.SaveCheckpointReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/rollplex/v1/worker.proto\x12\x0brollplex.v1\"\x81\x01\n\x10\x43onfigureRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0brecipe_json\x18\x03 \x01(\t\x12\x0f\n\x07run_dir\x18\x04 \x01(\t\x12\x18\n\x0bresume_from\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x0e\n\x0c_resume_from\"\xbc\x01\n\x0e\x43onfigureReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1c\n\x0fweights_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x35\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32&.rollplex.v1.ConfigureReply.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x12\n\x10_weights_version\"\x12\n\x10GetStatusRequest\"\xc7\x01\n\x0cWorkerStatus\x12\x13\n\x0bparticipant\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x11\n\tlifecycle\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\r\n\x05phase\x18\x08 \x01(\t\x12\x12\n\x05group\x18\t \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x65vents_seen\x18\n \x01(\x04\x42\x08\n\x06_group\" \n\x0eQuiesceRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1c\n\x0cQuiesceReply\x12\x0c\n\x04idle\x18\x01 \x01(\x08\" \n\x0eReleaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply\"6\n\x15SaveCheckpointRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"<\n\x13SaveCheckpointReply\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x17\n\x0fweights_version\x18\x02 \x01(\x04\"@\n\x16\x43hecksumWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"A\n\x14\x43hecksumWeightsReply\x12)\n\x05roles\x18\x01 \x03(\x0b\x32\x1a.rollplex.v1.RoleChecksums\"\x9e\x01\n\rRoleChecksums\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12<\n\tchecksums\x18\x03 \x03(\x0b\x32).rollplex.v1.RoleChecksums.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xd1\x03\n\x06Worker\x12G\n\tConfigure\x12\x1d.rollplex.v1.ConfigureRequest\x1a\x1b.rollplex.v1.ConfigureReply\x12\x45\n\tGetStatus\x12\x1d.rollplex.v1.GetStatusRequest\x1a\x19.rollplex.v1.WorkerStatus\x12\x41\n\x07Quiesce\x12\x1b.rollplex.v1.QuiesceRequest\x1a\x19.rollplex.v1.QuiesceReply\x12\x41\n\x07Release\x12\x1b.rollplex.v1.ReleaseRequest\x1a\x19.rollplex.v1.ReleaseReply\x12V\n\x0eSaveCheckpoint\x12\".rollplex.v1.SaveCheckpointRequest\x1a .rollplex.v1.SaveCheckpointReply\x12Y\n\x0f\x43hecksumWeights\x12#.rollplex.v1.ChecksumWeightsRequest\x1a!.rollplex.v1.ChecksumWeightsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONFIGUREREPLY_FACTSENTRY']._loaded_options = None
   _globals['_CONFIGUREREPLY_FACTSENTRY']._serialized_options = b'8\001'
+  _globals['_ROLECHECKSUMS_CHECKSUMSENTRY']._loaded_options = None
+  _globals['_ROLECHECKSUMS_CHECKSUMSENTRY']._serialized_options = b'8\001'
   _globals['_CONFIGUREREQUEST']._serialized_start=49
   _globals['_CONFIGUREREQUEST']._serialized_end=178
   _globals['_CONFIGUREREPLY']._serialized_start=181
@@ -55,6 +57,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVECHECKPOINTREQUEST']._serialized_end=761
   _globals['_SAVECHECKPOINTREPLY']._serialized_start=763
   _globals['_SAVECHECKPOINTREPLY']._serialized_end=823
-  _globals['_WORKER']._serialized_start=826
-  _globals['_WORKER']._serialized_end=1200
+  _globals['_CHECKSUMWEIGHTSREQUEST']._serialized_start=825
+  _globals['_CHECKSUMWEIGHTSREQUEST']._serialized_end=889
+  _globals['_CHECKSUMWEIGHTSREPLY']._serialized_start=891
+  _globals['_CHECKSUMWEIGHTSREPLY']._serialized_end=956
+  _globals['_ROLECHECKSUMS']._serialized_start=959
+  _globals['_ROLECHECKSUMS']._serialized_end=1117
+  _globals['_ROLECHECKSUMS_CHECKSUMSENTRY']._serialized_start=1069
+  _globals['_ROLECHECKSUMS_CHECKSUMSENTRY']._serialized_end=1117
+  _globals['_WORKER']._serialized_start=1120
+  _globals['_WORKER']._serialized_end=1585
 # @@protoc_insertion_point(module_scope)

@@ -59,6 +59,11 @@ class WorkerStub:
                 request_serializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
+        self.ChecksumWeights = channel.unary_unary(
+                '/rollplex.v1.Worker/ChecksumWeights',
+                request_serializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.ChecksumWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.ChecksumWeightsReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -99,6 +104,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChecksumWeights(self, request, context):
+        """Checksums of the weights as this worker's models read them. Also while a step runs: each role is
+        read under a read hold, so an update waits for it. Caller: rollplex client.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +139,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.SaveCheckpointReply.SerializeToString,
+            ),
+            'ChecksumWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChecksumWeights,
+                    request_deserializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.ChecksumWeightsRequest.FromString,
+                    response_serializer=protos_dot_rollplex_dot_v1_dot_worker__pb2.ChecksumWeightsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +281,33 @@ class Worker:
             '/rollplex.v1.Worker/SaveCheckpoint',
             protos_dot_rollplex_dot_v1_dot_worker__pb2.SaveCheckpointRequest.SerializeToString,
             protos_dot_rollplex_dot_v1_dot_worker__pb2.SaveCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChecksumWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollplex.v1.Worker/ChecksumWeights',
+            protos_dot_rollplex_dot_v1_dot_worker__pb2.ChecksumWeightsRequest.SerializeToString,
+            protos_dot_rollplex_dot_v1_dot_worker__pb2.ChecksumWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,10 @@ class WorkerStub:
     """Gives up everything of a run. Idempotent."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SaveCheckpointRequest, _worker_pb2.SaveCheckpointReply]
     """Learner only: writes a checkpoint of the version it holds between two steps."""
+    ChecksumWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChecksumWeightsRequest, _worker_pb2.ChecksumWeightsReply]
+    """Checksums of the weights as this worker's models read them. Also while a step runs: each role is
+    read under a read hold, so an update waits for it. Caller: rollplex client.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -59,6 +63,10 @@ class WorkerAsyncStub(WorkerStub):
     """Gives up everything of a run. Idempotent."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_worker_pb2.SaveCheckpointRequest, _worker_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     """Learner only: writes a checkpoint of the version it holds between two steps."""
+    ChecksumWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChecksumWeightsRequest, _worker_pb2.ChecksumWeightsReply]  # type: ignore[assignment]
+    """Checksums of the weights as this worker's models read them. Also while a step runs: each role is
+    read under a read hold, so an update waits for it. Caller: rollplex client.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -101,5 +109,15 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SaveCheckpointReply, _abc.Awaitable[_worker_pb2.SaveCheckpointReply]]:
         """Learner only: writes a checkpoint of the version it holds between two steps."""
+
+    @_abc_1.abstractmethod
+    def ChecksumWeights(
+        self,
+        request: _worker_pb2.ChecksumWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ChecksumWeightsReply, _abc.Awaitable[_worker_pb2.ChecksumWeightsReply]]:
+        """Checksums of the weights as this worker's models read them. Also while a step runs: each role is
+        read under a read hold, so an update waits for it. Caller: rollplex client.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.vlm.initialise import initialise, load_spec
+from deploy.local.programs import SERVICES_PACKAGE
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.node import REPOSITORY, Node, deployment
 
@@ -60,6 +61,13 @@ def tight_node(request: pytest.FixtureRequest, model: Path) -> Iterator[Node]:
         yield node
 
 
+@pytest.fixture(scope="module")
+def faulty_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, two of whose processes can be told to read a wrong bit."""
+    with _running(request, package="tests.integration.runs.faulty") as node:
+        yield node
+
+
 @pytest.fixture(scope="session")
 def lab(node: Node, model: Path) -> Lab:
     return Lab(node, model)
@@ -69,7 +77,7 @@ def lab(node: Node, model: Path) -> Lab:
 def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that failed must not leave its run in the way of the next one's."""
     yield
-    for name in ("node", "mortal_node", "governed_node", "tight_node"):
+    for name in ("node", "mortal_node", "governed_node", "tight_node", "faulty_node"):
         if name in request.fixturenames:
             asyncio.run(_stop_all(request.getfixturevalue(name)))
 
@@ -90,13 +98,16 @@ async def _stop_all(node: Node) -> None:
 
 
 @contextmanager
-def _running(request: pytest.FixtureRequest, **settings: Any) -> Iterator[Node]:
-    """Args: settings: of the deployment."""
+def _running(
+    request: pytest.FixtureRequest, *, package: str = SERVICES_PACKAGE, **settings: Any
+) -> Iterator[Node]:
+    """Args: package: of the services' programs. settings: of the deployment."""
     failed_before = request.session.testsfailed
     # Not pytest's folder: its long names make a Unix socket's path too long.
     with tempfile.TemporaryDirectory(prefix="rollplex-runs-") as name:
         folder = Path(name)
-        node = Node(deployment(folder / "node", name="runs", **settings), folder)
+        made = deployment(folder / "node", name="runs", **settings)
+        node = Node(made, folder, package=package)
         try:
             node.start()
             yield node

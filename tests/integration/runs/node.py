@@ -19,6 +19,7 @@ from common.ids import Participant, Service
 from common.registry.runs import RunLedger
 from common.transport import open_channel
 from deploy.local.node import up
+from deploy.local.programs import SERVICES_PACKAGE
 from deploy.local.supervisor import Supervisor
 from protos.rollplex.v1 import broker_pb2_grpc
 from protos.rollplex.v1.broker_pb2 import GetLedgerRequest, LedgerEntry
@@ -68,14 +69,17 @@ def deployment(folder: Path, *, name: str, **settings: Any) -> Deployment:
 class Node:
     """Started by `start`; everything else looks at it from outside, or kills."""
 
-    def __init__(self, deployment: Deployment, folder: Path) -> None:
+    def __init__(
+        self, deployment: Deployment, folder: Path, *, package: str = SERVICES_PACKAGE
+    ) -> None:
         self.deployment = deployment
+        self._package = package
         self.folder = folder
         self._supervisor = Supervisor(deployment)
         self._pids: dict[str, int] = {}
 
     def start(self) -> None:
-        up(self.deployment, folder=REPOSITORY)
+        up(self.deployment, package=self._package, folder=REPOSITORY)
 
     def stop(self) -> None:
         self._supervisor.stop()

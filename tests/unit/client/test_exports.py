@@ -14,6 +14,7 @@ PUBLIC = [
     "Checkpoint",
     "Client",
     "Cluster",
+    "ConsumerWeights",
     "DeadlineExceeded",
     "FailedPrecondition",
     "InvalidArgument",
@@ -33,6 +34,8 @@ PUBLIC = [
     "StepMode",
     "StepRecord",
     "Unavailable",
+    "WeightsDifference",
+    "WeightsReport",
     "load_recipe",
 ]
 
@@ -59,6 +62,7 @@ def test_the_client_has_these_methods():
         "save_checkpoint",
         "cluster",
         "ledger",
+        "verify_weights",
     ]
 
 

@@ -20,7 +20,14 @@ from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.worker.actor import WorkerActor
 from common.worker.device import WorkerDevice
-from common.worker.messages import Configure, Quiesce, Release, SaveCheckpoint, ShutDown
+from common.worker.messages import (
+    ChecksumWeights,
+    Configure,
+    Quiesce,
+    Release,
+    SaveCheckpoint,
+    ShutDown,
+)
 from common.worker.work import Prepared
 from protos.rollplex.v1 import broker_pb2 as pb
 from tests.integration.broker.conftest import broker, mortal_broker, started
@@ -106,6 +113,9 @@ class ScriptedRun:
         self._script.begin(scope)
         return ScriptedStep(self._script, scope)
 
+    def read_weights(self) -> tuple[()]:
+        return ()
+
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         if self._script.save is None:
             raise FailedPrecondition("nothing to save")
@@ -175,6 +185,10 @@ class Worker:
 
     def save(self) -> asyncio.Future[Any]:
         return self.asks(SaveCheckpoint, run_id=RUN, epoch=Epoch(1))
+
+    def checksums(self, run_id: str = RUN) -> asyncio.Future[Any]:
+        version = WeightsVersion(0)
+        return self.asks(ChecksumWeights, run_id=RunId(run_id), policy_version=version)
 
     async def begin(self, epoch: int, *, groups: int = GROUPS, ahead: int = 0) -> None:
         plan = step_plan(epoch, groups=groups, ahead=ahead).to_proto()

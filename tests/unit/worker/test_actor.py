@@ -325,3 +325,15 @@ async def test_a_broker_lost_while_configuring_fails_the_configuration(mortal_br
             await configured
         await worker.told("close")
         assert worker.actor.status().phase == "unconfigured"
+
+
+async def test_weights_of_another_run_or_of_none_are_not_checked(worker):
+    with pytest.raises(FailedPrecondition, match="not configured for run run"):
+        await worker.checksums()
+    await worker.configure()
+    assert await worker.checksums() == []
+    with pytest.raises(FailedPrecondition, match="not configured for run other"):
+        await worker.checksums("other")
+    await worker.release()
+    with pytest.raises(FailedPrecondition, match="not configured for run run"):
+        await worker.checksums()
