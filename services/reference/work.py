@@ -105,10 +105,10 @@ class ReferenceRun:
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The reference's, where the run has one."""
-        if self.model is None or self._weights is None:
+        if self.model is None or self.weights is None:
             return ()
         role = ModelRole.REFERENCE
-        return (ReadWeights(role=role, storage=self._weights, model=self.model),)
+        return (ReadWeights(role=role, storage=self.weights, model=self.model),)
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The reference has nothing to save."""
@@ -127,7 +127,7 @@ class ReferenceStep:
     def __init__(self, run: ReferenceRun, scope: StepScope) -> None:
         self._run = run
         self._scope = scope
-        self._weights = ReferenceWeights(scope, run.weights, task=Task.REFERENCE_SCORE)
+        self.weights = ReferenceWeights(scope, run.weights, task=Task.REFERENCE_SCORE)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
         """Score one group."""
@@ -163,7 +163,7 @@ class ReferenceStep:
                 ]
             return torch.cat(passes)
 
-        async with self._weights.reading():
+        async with self.weights.reading():
             scored = await scope.run(task, score, work=len(packed.tokens))
         lease = await scope.produce(
             "reference.scores",
@@ -184,7 +184,7 @@ class ReferenceStep:
 
     async def advance(self) -> None:
         """Let the weights go once every group is scored."""
-        self._weights.advance()
+        self.weights.advance()
 
     def close(self) -> None:
         """Nothing is kept between tasks."""
