@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.governor.table import CoRunTable
+    from rollplex.models import StepRecord
 
 PEAK_TFLOPS = 780.0
 """bf16 product of 8192-cubed matrices on an H200."""
@@ -164,17 +165,7 @@ def _report(
     memory: MemoryTrace,
 ) -> dict[str, Any]:
     sizes = ModelSizes.of(model)
-    plan = StepPlan(
-        work=work,
-        model=model,
-        device=options.device,
-        gpu=options.gpu,
-        graphs=graphs_option(options.graphs),
-        # what "auto" is
-        spill_optimizer=options.device == "cuda",
-        checkpointing=options.checkpointing,
-        ahead=not options.no_ahead,
-    )
+    plan = _plan(options, work, model)
     tables = {label: _table(options, run) for label, run in runs.items()}
     figures: dict[str, dict[str, Any]] = {}
     pictured: list[PicturedStep] = []
@@ -198,14 +189,7 @@ def _report(
                 peak_tflops=options.peak_tflops,
             ),
         }
-        typical = typical_step(steps)
-        pictured.append(
-            PicturedStep(
-                label=label,
-                step_s=typical.wall.total_seconds(),
-                spans=spans_of(run_dir, [typical]),
-            )
-        )
+        pictured.append(_pictured(label, run_dir, typical_step(steps)))
     compare(
         figures,
         work=work,
@@ -231,6 +215,28 @@ def _report(
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
+
+
+def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
+    return StepPlan(
+        work=work,
+        model=model,
+        device=options.device,
+        gpu=options.gpu,
+        graphs=graphs_option(options.graphs),
+        # what "auto" is
+        spill_optimizer=options.device == "cuda",
+        checkpointing=options.checkpointing,
+        ahead=not options.no_ahead,
+    )
+
+
+def _pictured(label: str, run_dir: Path, typical: StepRecord) -> PicturedStep:
+    return PicturedStep(
+        label=label,
+        step_s=typical.wall.total_seconds(),
+        spans=spans_of(run_dir, [typical]),
+    )
 
 
 def _table(options: argparse.Namespace, run: Run) -> CoRunTable:
