@@ -60,9 +60,13 @@ class Decoding:
         self.orders.recv()
 
     def rate(self, run: Callable[[], Any], seconds: float) -> tuple[float, float]:
-        """Decode steps a second, and runs a second, while `run` is called again and again."""
+        """Decode steps a second, and runs a second, while `run` is called again and again.
+
+        It takes longer than `seconds` if nothing was decoded in them.
+        """
         begin, before, runs = time.perf_counter(), self.steps.value, 0
-        while (passed_s := time.perf_counter() - begin) < seconds:
+        while (passed_s := time.perf_counter() - begin) < seconds or self.steps.value == before:
+            assert self.process.is_alive(), "the decoding process has ended"
             run()
             runs += 1
         return (self.steps.value - before) / passed_s, runs / passed_s

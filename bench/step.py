@@ -26,19 +26,22 @@ from bench.step_flops import ModelSizes
 from bench.step_inputs import PER_RESPONSE, SEED, make_model, recipe, write_rows
 from bench.step_memory import MemoryTrace, memory_trace
 from bench.step_picture import PicturedStep, draw_steps
+from bench.step_plan import StepPlan
 from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
-from bench.step_workloads import WORKLOADS, Workload, workload
+from bench.step_workloads import MODELS, WORKLOADS, Workload, workload
 from common.governor.table import H200, load_table
 from common.step.schedule import Schedule
 from common.worker.governor import TABLES_FOLDER
 from rollplex.client import Client
 from rollplex.models import Run, RunState
+from rollplex.plan.request import GPU_BYTES
 from rollplex.verify.node import temporary_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.governor.table import CoRunTable
+    from rollplex.models import StepRecord
 
 PEAK_TFLOPS = 780.0
 """bf16 product of 8192-cubed matrices on an H200."""
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
     add = parser.add_argument
     add("--workload", choices=sorted(WORKLOADS), default="A2")
+    add("--model", choices=sorted(MODELS), default="3b", help="shape, at full scale")
     add("--schedules", default="serial,rollplex,fused", help="separated by commas, in this order")
     add("--steps", type=int, default=5, help="timed steps of each schedule")
     add("--warmup", type=int, default=2, help="steps before them")
@@ -74,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
+    add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
     add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
     add("--data-workers", type=int, default=4)
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
@@ -86,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run every schedule on a node of its own in `folder`. Returns: the report."""
-    work = workload(options.workload, scale=options.scale)
+    work = workload(options.workload, scale=options.scale, model=options.model)
     labels = _labels(options.schedules.split(","))
     model = make_model(work, folder / "model")
     rows = write_rows(work, model, folder / "rows", rows=2 * work.prompts)
@@ -111,7 +116,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     rows=rows,
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
-                    prefix_graphs=_graphs(options.graphs),
+                    prefix_graphs=graphs_option(options.graphs),
+                    spill_optimizer="auto",
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
@@ -126,7 +132,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return _report(options, work, model, labels, runs, memory)
 
 
-def _graphs(text: str) -> int | str:
+def graphs_option(text: str) -> int | str:
     """As the recipe takes it, which refuses what is not legal."""
     return int(text) if text.isdecimal() else text
 
@@ -159,6 +165,7 @@ def _report(
     memory: MemoryTrace,
 ) -> dict[str, Any]:
     sizes = ModelSizes.of(model)
+    plan = _plan(options, work, model)
     tables = {label: _table(options, run) for label, run in runs.items()}
     figures: dict[str, dict[str, Any]] = {}
     pictured: list[PicturedStep] = []
@@ -178,17 +185,11 @@ def _report(
                 work=work,
                 sizes=sizes,
                 memory=memory,
+                planned=plan.of(labels[label]),
                 peak_tflops=options.peak_tflops,
             ),
         }
-        typical = typical_step(steps)
-        pictured.append(
-            PicturedStep(
-                label=label,
-                step_s=typical.wall.total_seconds(),
-                spans=spans_of(run_dir, [typical]),
-            )
-        )
+        pictured.append(_pictured(label, run_dir, typical_step(steps)))
     compare(
         figures,
         work=work,
@@ -202,7 +203,11 @@ def _report(
     return {
         "command": " ".join(["python -m bench.step", *sys.argv[1:]]),
         "conditions": conditions(options.device),
-        "workload": {"name": options.workload, "lengths": work.lengths.model_dump()},
+        "workload": {
+            "name": options.workload,
+            "model": work.model.stem,
+            "lengths": work.lengths.model_dump(),
+        },
         "governor": options.governor,
         "prefix_graphs": options.graphs,
         "ahead": not options.no_ahead,
@@ -210,6 +215,28 @@ def _report(
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
+
+
+def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
+    return StepPlan(
+        work=work,
+        model=model,
+        device=options.device,
+        gpu=options.gpu,
+        graphs=graphs_option(options.graphs),
+        # what "auto" is
+        spill_optimizer=options.device == "cuda",
+        checkpointing=options.checkpointing,
+        ahead=not options.no_ahead,
+    )
+
+
+def _pictured(label: str, run_dir: Path, typical: StepRecord) -> PicturedStep:
+    return PicturedStep(
+        label=label,
+        step_s=typical.wall.total_seconds(),
+        spans=spans_of(run_dir, [typical]),
+    )
 
 
 def _table(options: argparse.Namespace, run: Run) -> CoRunTable:

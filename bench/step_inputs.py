@@ -35,9 +35,14 @@ def make_model(work: Workload, folder: Path) -> Path:
     return initialise(load_spec(work.model), folder, weights=False).path
 
 
-def write_rows(work: Workload, model: Path, folder: Path, *, rows: int) -> Path:
+def write_rows(
+    work: Workload, model: Path, folder: Path, *, rows: int, clips: int | None = None
+) -> Path:
     """Write prompts of random pixels that have exactly the workload's tokens.
 
+    Args:
+        rows: how many prompts.
+        clips: how many different videos or pictures they take turns with; None: as many.
     Returns: a JSONL file as `[data] train` reads it.
     Raises: InvalidArgument if the pixels alone are more tokens than that.
     """
@@ -48,9 +53,13 @@ def write_rows(work: Workload, model: Path, folder: Path, *, rows: int) -> Path:
     shape = (work.frames, work.grid[0] * pixels, work.grid[1] * pixels, 3)
     digits: int | None = None
     lines: list[str] = []
+    written: list[dict[str, Any]] = []
     for index in range(rows):
         generator = np.random.default_rng((SEED, index))
-        media = _media(folder, generator.integers(0, 256, size=shape, dtype=np.uint8), index)
+        if clips is None or index < clips:
+            pixels_THWC = generator.integers(0, 256, size=shape, dtype=np.uint8)
+            written.append(_media(folder, pixels_THWC, index))
+        media = written[index % len(written)]
         if digits is None:
             # Every decimal digit is one token of the folder's tokenizer.
             row = _row(folder, media, _QUESTION, index)
@@ -76,6 +85,7 @@ def recipe(
     steps: int,
     checkpointing: bool,
     prefix_graphs: int | str,
+    spill_optimizer: bool | str,
     ahead: bool,
     data_workers: int,
 ) -> Recipe:
@@ -116,6 +126,7 @@ def recipe(
             "prompts_per_step": work.prompts,
             "activation_checkpointing": checkpointing,
             "prefix_graphs": prefix_graphs,
+            "spill_optimizer": spill_optimizer,
             "ahead": ahead,
             "final_checkpoint": False,
             "host_shadow": False,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.step_memory import MemoryTrace
+    from bench.step_plan import Planned
     from bench.step_workloads import Workload
     from common.governor.table import CoRunTable
     from rollplex.models import StepRecord
@@ -48,6 +49,7 @@ def run_figures(
     work: Workload,
     sizes: ModelSizes,
     memory: MemoryTrace,
+    planned: Planned | None,
     peak_tflops: float,
 ) -> dict[str, Any]:
     """Figures of one run that need no other run.
@@ -55,7 +57,9 @@ def run_figures(
     Medians are over the timed steps. `control_plane_share` is the part of a step in which no work
     of any kind runs; `graphs_kept`, `prefixes_recomputed` and `graph_peak_gib` say how many
     prefixes kept their graph, how many ran forward again, and what the graphs took; `mfu` is the
-    arithmetic of `bench.step_flops` over step time and ceiling.
+    arithmetic of `bench.step_flops` over step time and ceiling; `planned_peak_gib` is the peak that
+    `rollplex plan` tells for the same step, and `peak_over_planned` the measured `peak_hbm_gib`
+    over it, None without a GPU.
     """
     steps = timed_steps(run_dir, warm_up=warm_up)
     spans = spans_of(run_dir, steps)
@@ -79,6 +83,7 @@ def run_figures(
     device_peak = memory.peak(memory.device_bytes, start_s, end_s)
     ledger_peak = memory.peak(memory.ledger_bytes, start_s, end_s)
     held_peak = memory.peak(memory.held_bytes, start_s, end_s)
+    device_gib = None if device_peak is None else device_peak / _GIB
     return {
         "steps": len(steps),
         "step_s": step_s,
@@ -87,7 +92,8 @@ def run_figures(
         "flops": flops,
         "mfu": flops / step_s / (peak_tflops * 1e12),
         "control_plane_share": statistics.median(_idle_share(step, spans) for step in steps),
-        "peak_hbm_gib": None if device_peak is None else device_peak / _GIB,
+        "peak_hbm_gib": device_gib,
+        **({} if planned is None else planned.figures(device_gib)),
         "peak_ledger_gib": None if ledger_peak is None else ledger_peak / _GIB,
         "peak_held_gib": None if held_peak is None else held_peak / _GIB,
         "graph_peak_gib": max(s.metrics.get("graph_bytes_peak", 0.0) for s in steps) / _GIB,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FOLDER = Path(__file__).with_name("workloads")
+
+MODELS: Mapping[str, Path] = {
+    "3b": _FOLDER / "model_3b.toml",
+    "7b": _FOLDER / "model_7b.toml",
+}
+"""Specifications by the shape of Qwen2.5-VL that they have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +47,15 @@ class Workload:
     dtype: str
 
 
-def workload(name: str, *, scale: str) -> Workload:
+def workload(name: str, *, scale: str, model: str = "3b") -> Workload:
     """The workload of that name at that scale.
 
     Args:
         name: a key of `WORKLOADS`.
         scale: `full`, or `tiny` for a rehearsal on a CPU.
+        model: a key of `MODELS`; the tiny scale has a model of its own.
     """
-    return WORKLOADS[name] if scale == "full" else TINY[name]
+    return replace(WORKLOADS[name], model=MODELS[model]) if scale == "full" else TINY[name]
 
 
 def _full(
@@ -60,7 +67,7 @@ def _full(
     train_vision: bool = False,
 ) -> Workload:
     return Workload(
-        model=_FOLDER / "model_3b.toml",
+        model=MODELS["3b"],
         prompt_tokens=prompt_tokens,
         frames=frames,
         grid=grid,

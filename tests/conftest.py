@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import os
 import re
 import time
@@ -58,6 +59,16 @@ def grpc_poller() -> None:
     loop = asyncio.new_event_loop()
     loop.run_until_complete(start())
     loop.close()
+
+
+@pytest.fixture(scope="session")
+def drawing_fonts() -> None:
+    """matplotlib keeps the font files of its first drawing open: that is no leak of a test's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.add_subplot().set_title("text")
+    figure.savefig(io.BytesIO(), format="png")
 
 
 @pytest.fixture(autouse=True)

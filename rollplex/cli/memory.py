@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollplex.ledger import Ledger
 
 REFRESH_S = 0.5
+SAMPLING_S = 10.0
 
 
 def register(app: typer.Typer) -> None:
@@ -37,11 +38,18 @@ def memory(
         Path | None,
         typer.Option(help="Sample 20 times a second, and draw it by tensor class into this file."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long --png samples.", min=0.0)] = 10.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="How long --png samples. Default: 10.", min=0.0)
+    ] = None,
+    step: Annotated[
+        bool, typer.Option("--step", help="With --png: over the next whole step of the run.")
+    ] = False,
 ) -> None:
     """Show who holds how much of the node's memory until when."""
     if png is not None and watch:
         raise InvalidArgument("--watch and --png do not go together; --png ends after --seconds")
+    if step and (png is None or seconds is not None):
+        raise InvalidArgument("--step wants --png and no --seconds: it is as long as the step")
     if png is not None and png.suffix != ".png":
         raise InvalidArgument(f"--png {png}: the file's name has to end in .png")
     if png is not None and not png.absolute().parent.is_dir():
@@ -49,8 +57,11 @@ def memory(
 
     async def main() -> None:
         async with await connect(context) as client:
-            if png is not None:
-                await _picture(client, png, seconds, as_json=as_json)
+            if png is not None and step:
+                await _step_picture(client, png, as_json=as_json)
+            elif png is not None:
+                length_s = SAMPLING_S if seconds is None else seconds
+                await _picture(client, png, length_s, as_json=as_json)
             elif watch:
                 await _watch(client, as_json=as_json)
             else:
@@ -103,3 +114,15 @@ async def _picture(client: Client, png: Path, seconds: float, *, as_json: bool) 
         print_json(asdict(series))
     else:
         typer.echo(f"wrote {png}: {len(series.times_s)} samples of {series.device}")
+
+
+async def _step_picture(client: Client, png: Path, *, as_json: bool) -> None:
+    from rollplex.report.memory import draw_memory
+    from rollplex.report.step_memory import sample_step
+
+    series, phases = await sample_step(client)
+    draw_memory(series, png, step=phases)
+    if as_json:
+        print_json({"step": asdict(phases), "memory": asdict(series)})
+    else:
+        typer.echo(f"wrote {png}: step {phases.step}, {phases.end_s - phases.start_s:.2f} s")

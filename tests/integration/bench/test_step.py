@@ -42,6 +42,9 @@ def test_every_schedule_is_measured_on_equal_work(tmp_path: Path) -> None:
         assert figures["graphs_kept"] + figures["prefixes_recomputed"] == 3, name
         assert kept in (None, figures["graphs_kept"]), name
         assert figures["bound_s"] <= serial["step_s"], name
+        # no GPU's peak to compare with what is planned
+        assert figures.get("peak_over_planned") is None, name
+        assert ("planned_peak_gib" in figures) == (name != "serial-per-response"), name
     assert serial["prefix_overlap_fraction"] == 0.0
     assert found["rollplex"]["prefix_overlap_fraction"] > 0.0
     assert (tmp_path / "steps.png").stat().st_size > 10_000

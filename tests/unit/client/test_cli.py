@@ -79,6 +79,14 @@ def test_wrong_usage(capsys):
     assert main(["--help"]) == 0
 
 
+@pytest.mark.parametrize(
+    "options", [["--step"], ["--step", "--png", "out.png", "--seconds", "3"], ["--step", "--watch"]]
+)
+def test_a_steps_memory_is_a_picture_as_long_as_the_step(capsys, nobody, options):
+    assert main(["--address", nobody, "memory", *options]) == 2
+    assert "--step wants --png and no --seconds" in capsys.readouterr().err
+
+
 def test_doctor_as_json(capsys):
     code = main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)

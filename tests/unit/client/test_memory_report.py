@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import io
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
 
+import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
+from common.errors import Unavailable
+from common.step.plan import StepMode
 from rollplex.cli.memory_tables import size
 from rollplex.ledger import ledger_from_proto
-from rollplex.report.memory import MemorySeries, draw_memory, sample_memory
+from rollplex.models import StepRecord
+from rollplex.report.memory import MemorySeries, draw_memory, sample_memory, sampled_memory
+from rollplex.report.run_files import Span
+from rollplex.report.step_phases import step_phases
 from services.broker.translate import ledger_to_proto
 from tests.unit.broker.driver import ENCODER, GPU, GPU_PAGE, LEARNER, Driver
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts():
-    """matplotlib keeps the font files of its first drawing open: that is no leak of a test's."""
-    figure = Figure()
-    figure.add_subplot().set_title("text")
-    figure.savefig(io.BytesIO(), format="png")
+pytestmark = pytest.mark.usefixtures("drawing_fonts")
 
 
 @pytest.fixture
@@ -117,3 +118,106 @@ def test_sizes_for_people():
         "2.50 GiB",
         "32768.00 GiB",
     ]
+
+
+def span(task, start_s, end_s, epoch=4):
+    return Span(
+        step=2,
+        epoch=epoch,
+        mode=StepMode.TRAIN,
+        group=None,
+        task=task,
+        participant="learner/0",
+        start_s=start_s,
+        end_s=end_s,
+    )
+
+
+SPANS = [
+    span("prepare", 9.0, 9.5, epoch=3),
+    span("prepare", 10.2, 10.3),
+    span("policy_vision", 10.3, 10.4),
+    span("window", 11.0, 12.0),
+    span("response_train", 12.0, 12.4),
+    span("prefix_backward", 12.4, 12.6),
+    span("response_train", 12.6, 12.8),
+    span("update", 13.0, 13.5),
+    span("update", 14.5, 15.0, epoch=5),
+]
+
+
+def record(epoch=4, wall_s=3.5):
+    return StepRecord(
+        step=2,
+        epoch=epoch,
+        mode=StepMode.TRAIN,
+        weights_version=3,
+        wall=timedelta(seconds=wall_s),
+        metrics={},
+    )
+
+
+def test_a_step_is_from_its_attempts_start_to_its_last_work():
+    phases = step_phases(record(), SPANS)
+    assert (phases.step, phases.epoch) == (2, 4)
+    assert (phases.start_s, phases.end_s) == (10.0, 13.5)
+    assert phases.windows == ((11.0, 12.0),)
+    assert phases.borders == (("vision", 10.3), ("training", 12.0), ("update", 13.0))
+    # a record without a time begins with its first work
+    assert step_phases(record(wall_s=0.0), SPANS).start_s == 10.2
+    assert step_phases(record(epoch=6), SPANS) is None
+
+
+async def test_a_part_of_the_samples_has_a_value_at_both_ends(drive, tmp_path):
+    series = MemorySeries()
+    drive.hold_own(LEARNER, 1)
+    for second in range(9, 15):
+        series.add(float(second), ledger_of(drive))
+        if second == 9:
+            drive.hold_own(LEARNER, 0)
+        else:
+            drive.lease(ENCODER, LEARNER, name="policy.prefix_kv")
+    assert series.totals[0] == GPU_PAGE
+    part = series.between(10.5, 13.5)
+    assert part.start_s == 10.5
+    assert part.times_s == [0.0, 0.5, 1.5, 2.5, 3.0]
+    assert part.totals == [size * GPU_PAGE for size in (0, 1, 2, 3, 3)]
+    assert part.classes == {"policy.prefix_kv": part.totals}
+    with pytest.raises(ValueError, match="before the first sample"):
+        series.between(8.5, 9.5)
+
+    draw_memory(part, tmp_path / "plain.png")
+    phases = replace(step_phases(record(), SPANS), start_s=10.5)
+    draw_memory(part, tmp_path / "step.png", step=phases)
+    plain, marked = (np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("plain", "step"))
+    # within the axes, which lie in the same place: the shade, the borders and their names
+    assert plain.shape == marked.shape
+    assert (plain != marked).any(axis=-1)[100:].mean() > 0.02
+
+
+async def test_sampling_goes_on_until_the_block_ends(drive):
+    asked = asyncio.Event()
+    count = 0
+
+    async def ask():
+        nonlocal count
+        count += 1
+        if count == 3:
+            asked.set()
+        return ledger_of(drive)
+
+    async with sampled_memory(ask, every_s=0.0) as series:
+        await asked.wait()
+    taken = len(series.times_s)
+    assert taken >= 2
+    await asyncio.sleep(0)
+    assert len(series.times_s) == taken
+
+
+async def test_what_asking_raises_is_raised_when_the_block_ends():
+    async def ask():
+        raise Unavailable("no broker")
+
+    with pytest.raises(Unavailable, match="no broker"):
+        async with sampled_memory(ask):
+            await asyncio.sleep(0)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 from rollplex.models import Run, RunState
 from rollplex.report.run_files import read_steps, read_timeline
 from rollplex.report.summary import summarise, write_report
+
+pytestmark = pytest.mark.usefixtures("drawing_fonts")
 
 
 def _step(step, epoch, *, mode="train", reward=0.5, wall=1.0, **metrics):
@@ -39,14 +39,6 @@ def _span(task, start_s, end_s, *, epoch=3, participant="rollout/0"):
         "start_ns": int(start_s * 1e9),
         "end_ns": int(end_s * 1e9),
     }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts():
-    """matplotlib keeps the font files of its first drawing open: that is no leak of a test's."""
-    figure = Figure()
-    figure.add_subplot().set_title("text")
-    figure.savefig(io.BytesIO(), format="png")
 
 
 @pytest.fixture

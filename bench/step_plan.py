@@ -1,0 +1,125 @@
+"""What `rollplex plan` says of a measured run: its peak beside the one that was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from bench.step_inputs import PER_RESPONSE
+from bench.step_summary import vision_tokens
+from common.step.schedule import Schedule
+from common.vlm.shape import read_shape
+from rollplex.plan.lifetimes import scheduled
+from rollplex.plan.plan import RESTORE_AHEAD_GROUPS, plans
+from rollplex.plan.request import GPU_BYTES, Batch, PlanRequest
+from rollplex.plan.sizes import RESERVE_BYTES, Sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.step_workloads import Workload
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One schedule on one GPU.
+
+    Attributes:
+        peak_bytes: of the phase with the most.
+        graphs: prefixes whose graph is kept at a time.
+        fits: whether the peak is within the budget.
+    """
+
+    peak_bytes: int
+    graphs: int
+    fits: bool
+
+    def figures(self, measured_gib: float | None) -> dict[str, Any]:
+        """For a report. Args: measured_gib: the peak that was seen; None: none was."""
+        planned_gib = self.peak_bytes / _GIB
+        return {
+            "planned_peak_gib": planned_gib,
+            "peak_over_planned": None if measured_gib is None else measured_gib / planned_gib,
+            "planned_graphs": self.graphs,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Plans a workload's steps as the services run them: one GPU, one rank of each.
+
+    Attributes:
+        work: whose responses are all taken to be as long as the longest.
+        model: its folder, for the shape.
+        device: of the services; on `cpu` there are no contexts, and none are planned.
+        gpu: a key of `GPU_BYTES`.
+        budget_gib: of memory that is to be enough; None: all of the GPU.
+        graphs: as in the recipe: a number, `auto`, or `all`, which are kept if they fit or not.
+        spill_optimizer: whether the optimizer's state is on the host while no update needs it.
+    """
+
+    work: Workload
+    model: Path
+    device: str
+    gpu: str
+    budget_gib: float | None = None
+    graphs: int | str = "auto"
+    spill_optimizer: bool = True
+    checkpointing: bool = False
+    ahead: bool = True
+
+    def of(self, schedule: str) -> Planned | None:
+        """None: the plan does not know this schedule."""
+        if schedule == PER_RESPONSE:
+            return None
+        request = self._request()
+        if self.graphs == "all":
+            groups = 1 if schedule == Schedule.SERIAL else request.groups
+            peak_bytes = scheduled(
+                Sizes(request, fused=request.fused),
+                Schedule(schedule),
+                graphs=groups,
+                inputs=self.checkpointing,
+                restore_ahead=RESTORE_AHEAD_GROUPS if self.spill_optimizer else 0,
+            ).peak
+        else:
+            plan = next(plan for plan in plans(request) if plan.name == schedule)
+            peak_bytes, groups = plan.table.peak, plan.graphs
+        return Planned(
+            peak_bytes=peak_bytes - self._unused_bytes,
+            graphs=groups,
+            fits=peak_bytes <= request.budget_bytes,
+        )
+
+    @property
+    def _unused_bytes(self) -> int:
+        return RESERVE_BYTES if self.device == "cpu" else 0
+
+    def _request(self) -> PlanRequest:
+        work = self.work
+        request = PlanRequest(
+            shape=read_shape(str(self.model)),
+            gpu=self.gpu,
+            gpus=1,
+            train_tp=1,
+            rollout_tp=1,
+            batch=Batch(
+                prompts=work.prompts,
+                samples=work.samples,
+                prompt_tokens=work.prompt_tokens,
+                vision_tokens=vision_tokens(work),
+                response_tokens=work.lengths.max_tokens,
+            ),
+            prefix_graphs=self.graphs if isinstance(self.graphs, int) else None,
+            dtype=work.dtype,
+            train_vision=work.train_vision,
+            checkpointing=self.checkpointing,
+            spill_optimizer=self.spill_optimizer,
+            ahead=self.ahead,
+        )
+        if self.budget_gib is None:
+            return request
+        budget_bytes = int(self.budget_gib * _GIB) + self._unused_bytes
+        return replace(request, headroom_bytes=GPU_BYTES[self.gpu] - budget_bytes)
