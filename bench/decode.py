@@ -2,7 +2,8 @@
 
 `python -m bench.decode --shape 3b --device cuda --json out.json`; `--shape tiny --device cpu`
 runs the plain step anywhere, and the fused one under Triton's interpreter. The kernels' cuts are
-swept first, and the fastest of each are also measured together.
+swept first, and the fastest of each are also measured together. With `--sms` the sweep is on so
+many multiprocessors, as beside other work; whole steps are on all of them.
 """
 
 from __future__ import annotations
@@ -221,7 +222,9 @@ def agreement(
     }
 
 
-def run_all(made: RandomModel, report: Report, device: torch.device, shape: str) -> None:
+def run_all(
+    made: RandomModel, report: Report, device: torch.device, shape: str, sms: int | None
+) -> None:
     """Sweeps, then steps of several batches."""
     if shape == "3b":
         sizes = {"prefix_tokens": 6144, "private_tokens": 256, "room": 512}
@@ -238,11 +241,16 @@ def run_all(made: RandomModel, report: Report, device: torch.device, shape: str)
         report.case(f"step plain {name}", lambda b=batch: plain_case(made, b, device, report))
         if not fused:
             continue
-        fused_cases(name, batch, made, report, device)
+        fused_cases(name, batch, made, report, device, sms)
 
 
 def fused_cases(
-    name: str, batch: Batch, made: RandomModel, report: Report, device: torch.device
+    name: str,
+    batch: Batch,
+    made: RandomModel,
+    report: Report,
+    device: torch.device,
+    sms: int | None,
 ) -> None:
     """Everything about the fused step of one batch; launching early needs a GPU."""
     from common.vlm.cuda.decode_parts import Cuts
@@ -250,7 +258,7 @@ def fused_cases(
     default = dataclasses.replace(Cuts.of(rows=batch.rows), early=False)
     early = device.type == "cuda"
     report.case(f"agreement {name}", lambda: agreement(made, batch, device, early=False))
-    sweep = Sweep(made, report, device, batch.groups, batch.samples)
+    sweep = Sweep(made, report, device, batch.groups, batch.samples, sms=sms)
     sweep.attention(name, pool_of, batch)
     sweep.products(name)
     report.case(f"rows {name}", sweep.row_kernels)
@@ -275,6 +283,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=("3b", "tiny"), default="tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--sms", type=int, help="multiprocessors that the swept kernels may fill; all by default"
+    )
     parser.add_argument("--only", default="", help="parts of the names of cases, with commas")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -285,7 +296,7 @@ def main() -> None:
     report.facts = facts(device) | {"ceilings": ceilings(device, dtype, load.product_size)}
     print(report.facts, flush=True)
     made = random_model(load.config, device=device, dtype=dtype, train_vision=False)
-    run_all(made, report, device, options.shape)
+    run_all(made, report, device, options.shape, options.sms)
     print(f"\n{report.facts}\n{report.table()}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,16 @@ class Sweep:
     """Finds the fastest cuts for one batch."""
 
     def __init__(
-        self, made: RandomModel, report: Report, device: torch.device, groups: int, samples: int
+        self,
+        made: RandomModel,
+        report: Report,
+        device: torch.device,
+        groups: int,
+        samples: int,
+        *,
+        sms: int | None = None,
     ) -> None:
+        """Args: sms: multiprocessors that the kernels may fill; None: all."""
         from common.vlm.cuda.decode_parts import LayerWeights
 
         self.made, self.report, self.device = made, report, device
@@ -39,6 +47,7 @@ class Sweep:
         self.layers = [LayerWeights.of(layer) for layer in language.layers]
         self.head = made.model.lm_head.weight.detach()
         self.found: dict[str, Any] = {}
+        self._sms = sms
 
     def best(self) -> Any:
         """The fastest cuts of all products and of attention."""
@@ -101,7 +110,7 @@ class Sweep:
         with torch.no_grad():
             if self.device.type != "cuda":
                 return _once(calls[0])
-            side = torch.cuda.Stream()
+            side = decode_stream(self.device, self._sms)
             with torch.cuda.stream(side):
                 all_calls()
                 torch.cuda.synchronize()
@@ -109,9 +118,10 @@ class Sweep:
                 with torch.cuda.graph(graph, stream=side):
                     all_calls()
             torch.cuda.synchronize()
-            milliseconds = measure(
-                lambda _: graph.replay(), device=self.device, repeats=7
-            ).median_ms
+            with torch.cuda.stream(side):
+                milliseconds = measure(
+                    lambda _: graph.replay(), device=self.device, repeats=7
+                ).median_ms
         return milliseconds * 1e3 / len(calls)
 
     def _product(self, role: str) -> dict[str, Any]:
@@ -255,6 +265,16 @@ class Sweep:
                 (items, Blocks(prefix_keys=32, own_keys=32, stages=4)),
             ]
         return found
+
+
+@cache
+def decode_stream(device: torch.device, sms: int | None) -> torch.cuda.Stream:
+    """A stream whose kernels fill no more than so many multiprocessors; None: all."""
+    if sms is None:
+        return torch.cuda.Stream(device)
+    from common.gpu.green_streams import GreenStreams
+
+    return GreenStreams(device.index or 0, (sms,)).stream(sms)
 
 
 def _label(tiles: Any) -> str:

@@ -21,18 +21,15 @@ if TYPE_CHECKING:
 class GreenStreams:
     """One torch stream for each share, and the device's own for the whole GPU."""
 
-    def __init__(self, ordinal: int, shares: Sequence[int], *, rest: bool = False) -> None:
+    def __init__(self, ordinal: int, shares: Sequence[int]) -> None:
         """Create the streams.
 
         Args:
             shares: numbers of SMs; the driver rounds each up to its own granularity.
-            rest: a share's stream fills the SMs outside of the share instead, which no stream of
-                that share in any process uses.
         Raises: InvalidArgument for a share that is not between 1 and the device's SMs;
             CudaDriverError where the driver has no green contexts.
         """
         use_primary_context(ordinal)
-        self._rest = rest
         self.total_sms = torch.cuda.get_device_properties(ordinal).multi_processor_count
         self._contexts: list[Any] = []
         self._streams: dict[int, torch.cuda.Stream] = {
@@ -62,9 +59,8 @@ class GreenStreams:
         device = call("cuDeviceGet", ordinal)
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = call("cuDeviceGetDevResource", device, kind)
-        groups, _, remaining = call("cuDevSmResourceSplitByCount", 1, whole, 0, share)
-        used = remaining if self._rest else groups[0]
-        description = call("cuDevResourceGenerateDesc", [used], 1)
+        groups, _, _ = call("cuDevSmResourceSplitByCount", 1, whole, 0, share)
+        description = call("cuDevResourceGenerateDesc", [groups[0]], 1)
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         context = call("cuGreenCtxCreate", description, device, flags)
         self._contexts.append(context)
