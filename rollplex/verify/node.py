@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import sys
-from contextlib import asynccontextmanager
+import threading
+from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from common.errors import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
     from pathlib import Path
 
 
@@ -45,7 +47,7 @@ async def temporary_node(
     arena_gib: float = 0.5,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[str]:
-    """Start every service on free ports; stop all of them at the end.
+    """Start every service on free ports; stop all of them at the end, also on SIGTERM.
 
     Args:
         folder: for state and logs.
@@ -66,10 +68,25 @@ async def temporary_node(
     config = folder / "deployment.json"
     await asyncio.to_thread(_write, config, json.dumps(deployment))
     try:
-        await run_module("deploy.local", "up", "--config", str(config))
-        yield f"127.0.0.1:{port}"
+        with _cancelled_by_sigterm():
+            await run_module("deploy.local", "up", "--config", str(config))
+            yield f"127.0.0.1:{port}"
     finally:
         await run_module("deploy.local", "down", "--config", str(config))
+
+
+@contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """The signal cancels the current task, in a process whose main thread runs the loop."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if task is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _write(path: Path, text: str) -> None:
