@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.governor.choice import ShareChooser, tried_shares
 from common.governor.measurements import Measurements
-from common.governor.objective import WindowPrice
+from common.governor.objective import OF_WHOLE_GROUPS, WindowPrice
 from common.governor.rates import bracket_of
 from common.governor.reading import decode_rate
 from common.governor.tally import StepTally
@@ -105,7 +105,7 @@ class Governor:
         self._tally = StepTally()
         self._price = WindowPrice()
         self._beside_ns: tuple[int, int] | None = None
-        """Begin and end of this step's jobs beside the decode."""
+        """Begin and end of this step's prefixes and vision beside the decode."""
         self._made: _Judgement | None = None
 
     @classmethod
@@ -162,7 +162,7 @@ class Governor:
         with self.token.taken(share) if beside else nullcontext():
             value = judgement.shares.run(share, job)
         after, rate = self._live.reading(), None
-        if beside:
+        if beside and kind not in OF_WHOLE_GROUPS:
             began_ns = before.at_ns if self._beside_ns is None else self._beside_ns[0]
             self._beside_ns = (began_ns, after.at_ns)
         if value is not None or task not in AHEAD:
@@ -170,8 +170,11 @@ class Governor:
         sms = share if share < judgement.shares.total_sms else 0
         return Governed(value=value, sms=sms, decode_rate=rate or 0.0)
 
-    def step_ended(self, step: int) -> None:
-        """Log what ran beside the step's decode, and write down what is known by now."""
+    def step_ended(self, step: int, *, window_closed: bool) -> None:
+        """Log what ran beside the step's decode, and write down what is known by now.
+
+        Args: window_closed: whether its decode came to an end.
+        """
         lines = self._tally.lines()
         if lines:
             log.info("beside the decode", extra={"step": step, **lines})
@@ -179,7 +182,7 @@ class Governor:
         if self._beside_ns is not None:
             (began_ns, done_ns), self._beside_ns = self._beside_ns, None
             closed_ns = self._live.reading().ended_ns
-            if closed_ns > began_ns:
+            if window_closed and closed_ns > began_ns:
                 self._price.window_closed(max(0.0, (closed_ns - done_ns) / (closed_ns - began_ns)))
         if self._made is None:
             return

@@ -64,7 +64,7 @@ class ReferenceWeights:
         if needed and not self._kept:
             self._kept = True
             self._storage.prefetch()
-        elif not needed and self._kept is not False and not self._jobs:
+        elif not (needed or self._jobs or (self._kept is False and self._hold is None)):
             self._kept = False
             if self._hold is not None:
                 hold, self._hold = self._hold, None

@@ -378,7 +378,8 @@ class StepScope:
         while self._held:
             self._held.pop().release()
         if self._governor is not None:
-            self._governor.step_ended(self.plan.step)
+            closed = self.view.window_closed is not None
+            self._governor.step_ended(self.plan.step, window_closed=closed)
 
 
 def dtype_name(dtype: torch.dtype) -> DType:

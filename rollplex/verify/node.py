@@ -32,7 +32,12 @@ async def run_module(module: str, *arguments: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, errors = await process.communicate()
+    try:
+        out, errors = await process.communicate()
+    except asyncio.CancelledError:
+        process.terminate()
+        await process.wait()
+        raise
     if process.returncode != 0:
         text = (errors or out).decode(errors="replace")[-4000:]
         raise Unavailable(f"python -m {module} ended with {process.returncode}:\n{text}")

@@ -87,7 +87,7 @@ def test_shares_are_tried_and_their_rates_written_down(live: LiveDecode, tmp_pat
         live.iterated()
         tried.add(_beside(governor, job).sms)
     live.set_rows(0)
-    governor.step_ended(0)
+    governor.step_ended(0, window_closed=True)
     table = load_table(tmp_path / "learner.json")
     assert len(tried) > 1
     assert table.device_sms == torch.cuda.get_device_properties(0).multi_processor_count

@@ -203,7 +203,7 @@ async def test_the_decode_alone_is_measured_once_a_step(live, governor, monkeypa
     assert alone_s is not None
     assert alone_s >= 0.001
     assert not governor._judgement.measured.ask_alone(ROWS)
-    governor.step_ended(0)
+    governor.step_ended(0, window_closed=True)
     assert governor._judgement.measured.ask_alone(ROWS)
     live.set_rows(0)
 
@@ -216,8 +216,8 @@ async def test_the_decode_beside_a_job_is_measured_and_written_down(
     assert all(governed.sms == 0 for governed in done)  # a CPU has no shares
     assert all(governed.decode_rate > 0 for governed in done)
     with caplog.at_level(logging.INFO, logger="common.worker.governor"):
-        governor.step_ended(0)
-        governor.step_ended(1)
+        governor.step_ended(0, window_closed=True)
+        governor.step_ended(1, window_closed=True)
     (record,) = [found for found in caplog.records if found.message == "beside the decode"]
     assert record.step == 0
     assert "4 on 1 SMs" in record.response_train
@@ -242,13 +242,17 @@ async def test_a_window_that_work_did_not_fill_gets_cheaper(live, governor):
         governor.run(Task.POLICY_PREFIX, lambda: time.sleep(0.02))
         time.sleep(spare_s)
         live.iterated()
-        governor.step_ended(0)
+        governor.step_ended(0, window_closed=True)
         return governor._price.of(Task.POLICY_PREFIX) - before
 
     assert price_after(0.2) < 0
     assert price_after(0.0) > 0
     before = governor._price.of(Task.POLICY_PREFIX)
-    governor.step_ended(1)  # nothing ran beside a decode: nothing is learned
+    governor.run(Task.POLICY_PREFIX, lambda: None)
+    live.iterated()
+    governor.step_ended(1, window_closed=False)  # an aborted step has no whole window
+    assert governor._price.of(Task.POLICY_PREFIX) == before
+    governor.step_ended(1, window_closed=True)  # nothing ran beside a decode: nothing is learned
     assert governor._price.of(Task.POLICY_PREFIX) == before
 
 
@@ -258,7 +262,7 @@ async def test_the_table_is_not_written_after_every_step(contexts, live, governo
     jobs_beside(governor, live, 4)
     written = []
     for step in range(WRITTEN_AT_FIRST + 2):
-        governor.step_ended(step)
+        governor.step_ended(step, window_closed=True)
         written.append(path.exists())
         path.unlink(missing_ok=True)
     assert written == [True] * WRITTEN_AT_FIRST + [False] * 2
@@ -266,7 +270,7 @@ async def test_the_table_is_not_written_after_every_step(contexts, live, governo
 
 async def test_nothing_is_written_where_nothing_was_measured(contexts, live, governor, caplog):
     whole_jobs(governor, 3)
-    governor.step_ended(0)
+    governor.step_ended(0, window_closed=True)
     assert not (contexts[Service.LEARNER].run_dir / TABLES_FOLDER).exists()
     assert "beside the decode" not in caplog.text
 
@@ -275,7 +279,7 @@ async def test_a_folder_that_cannot_be_written_ends_nothing(contexts, live, gove
     (contexts[Service.LEARNER].run_dir / TABLES_FOLDER).write_text("in the way")
     whole_jobs(governor, 2)
     jobs_beside(governor, live, 4)
-    governor.step_ended(0)
+    governor.step_ended(0, window_closed=True)
     assert "co-run rates not written" in caplog.text
 
 
