@@ -31,7 +31,8 @@ _REASON_LINES = 3
 """Of an error: the ledger follows, which is long."""
 _NO_MEMORY = re.compile(
     r"ArenaFull|ResourceExhausted|NoMemoryForPrefix|out.?of.?memory|got no room in time|"
-    r"not restored in time|waiting cannot help|alloc_failed|cannot allocate memory",
+    r"not restored in time|not granted in time: the storage is (?:spilled|restoring)|"
+    r"waiting cannot help|alloc_failed|cannot allocate memory",
     re.IGNORECASE,
 )
 """In the cause of a failure: a refusal, or an allocator or driver without memory."""

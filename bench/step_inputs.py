@@ -93,6 +93,7 @@ def recipe(
 
     Args:
         schedule: of `common.step.schedule`, or `PER_RESPONSE`.
+        spill_optimizer: as in the recipe; False: the reference's weights stay as well.
     """
     tree = {
         "name": f"bench-{schedule}",
@@ -127,6 +128,7 @@ def recipe(
             "activation_checkpointing": checkpointing,
             "prefix_graphs": prefix_graphs,
             "spill_optimizer": spill_optimizer,
+            "spill_reference": spill_optimizer and "auto",
             "ahead": ahead,
             "final_checkpoint": False,
             "host_shadow": False,

@@ -64,7 +64,7 @@ class Cuts:
     def of(cls, *, rows: int, beside: bool = False) -> Cuts:
         """What was fastest for about this many rows, on an H200 with the 3B model.
 
-        Args: beside: while others use a part of the SMs; a step's result is the same.
+        Args: beside: while others use a part of the SMs; sums are of the same parts.
         """
         if rows >= _LIBRARY_FROM_ROWS:
             return cls.vendor()

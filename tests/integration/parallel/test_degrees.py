@@ -1,10 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 
@@ -13,6 +8,7 @@ from common.vlm.checkpoint import load_checkpoint
 from common.vlm.parallel.state import put_shard, take_shard
 from common.weights.binding import views
 from tests.integration.parallel.scenarios import ALGORITHM, DEGREES, SCENARIOS, WORLD
+from tests.integration.ranks import run_ranks
 
 LIMIT_S = 300.0
 pytestmark = [pytest.mark.timeout(LIMIT_S + 30), pytest.mark.slow]
@@ -23,32 +19,7 @@ PARALLEL = [degree for degree in DEGREES if degree > 1]
 def folder(tmp_path_factory):
     """Where four ranks have saved what they computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.integration.parallel.rank",
-                str(rank),
-                str(folder / "rendezvous"),
-                str(folder),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    deadline_s = time.monotonic() + LIMIT_S
-    try:
-        errors = [rank.communicate(timeout=deadline_s - time.monotonic())[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.communicate()
-    codes = [rank.returncode for rank in ranks]
-    assert codes == [0] * WORLD, "\n".join(error[-2000:] for error in errors)
+    run_ranks("tests.integration.parallel.rank", folder, world=WORLD, limit_s=LIMIT_S)
     return folder
 
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 
 import pytest
 
+from tests.integration.ranks import run_ranks
 from tests.integration.resharding.cases import CASES, WORLD
 
 LIMIT_S = 200.0
@@ -18,26 +15,7 @@ pytestmark = [pytest.mark.timeout(LIMIT_S + 30), pytest.mark.slow]
 def folder(tmp_path_factory):
     """Where four ranks have written how each case went."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.integration.resharding.rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "rendezvous"), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    deadline_s = time.monotonic() + LIMIT_S
-    try:
-        errors = [rank.communicate(timeout=deadline_s - time.monotonic())[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.communicate()
-    codes = [rank.returncode for rank in ranks]
-    assert codes == [0] * WORLD, "\n".join(error[-2000:] for error in errors)
+    run_ranks("tests.integration.resharding.rank", folder, world=WORLD, limit_s=LIMIT_S)
     return folder
 
 
