@@ -23,6 +23,11 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR = "expandable_segments:True,large_segment_size_mb:256"
+"""Segments that grow, for graphs whose sizes change with every prompt; in pieces so large that
+there are few to map: each one waits for the copies to the device that run at the moment."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
@@ -71,6 +76,16 @@ def set_threads(threads: int, variables: MutableMapping[str, str] | None = None)
     variables = os.environ if variables is None else variables
     for name in _THREAD_VARIABLES:
         variables[name] = str(threads)
+
+
+def set_allocator(variables: MutableMapping[str, str] | None = None) -> None:
+    """Choose how torch's allocator of GPU memory grows, unless the user has.
+
+    Has to run before torch is imported.
+    """
+    variables = os.environ if variables is None else variables
+    if not any(name in variables for name in _ALLOCATOR_VARIABLES):
+        variables[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR
 
 
 def search_path() -> str | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from common.config.base import ConfigError
 from common.config.deployment import Deployment, load_deployment
-from common.config.environment import set_threads
+from common.config.environment import set_allocator, set_threads
 from common.errors import DeadlineExceeded, FailedPrecondition, ProcessUnusable, RollplexError
 from common.service.context import Service, ServiceContext
 from common.service.http import HttpServer
@@ -46,7 +46,7 @@ _CUT_OFF_AFTER_DRAIN_S = 5.0
 def prepare_process(arguments: ServiceArguments) -> Deployment:
     """Read the deployment, set up the log, bound the threads; exits with 2 on a wrong value.
 
-    Comes before any import of torch, which reads the thread variables once.
+    Comes before any import of torch, which reads the variables once.
     """
     try:
         deployment = _deployment_of(arguments)
@@ -55,6 +55,8 @@ def prepare_process(arguments: ServiceArguments) -> Deployment:
         raise SystemExit(CONFIG_EXIT_CODE) from error
     setup_logging(arguments.participant, deployment.log_level)
     set_threads(deployment.threads(arguments.participant))
+    if deployment.device == "cuda":
+        set_allocator()
     return deployment
 
 

@@ -10,9 +10,9 @@ import torch
 from common.governor.choice import tried_shares
 from common.governor.table import H200, load_table
 from common.step.tasks import Task
+from common.worker import sm_shares
 from common.worker.governor import Governor
 from common.worker.live_decode import LiveDecode
-from common.worker.sm_shares import KEPT_BYTES
 from common.worker.sm_token import SmToken
 
 if TYPE_CHECKING:
@@ -117,9 +117,12 @@ def test_a_share_makes_large_products_slower(live: LiveDecode, tmp_path: Path) -
     assert _beside(governor, milliseconds).value > 1.3 * whole_ms
 
 
-def test_shares_do_not_each_keep_their_own_memory(live: LiveDecode, tmp_path: Path) -> None:
+def test_where_memory_is_scarce_shares_do_not_each_keep_their_own(
+    live: LiveDecode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sm_shares, "SCARCE_BYTES", torch.cuda.mem_get_info()[1])
     shares = _governor(live, tmp_path)._judgement.shares
-    size = KEPT_BYTES + (1 << 30)
+    size = sm_shares.KEPT_BYTES + (1 << 30)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for share in shares.shares:

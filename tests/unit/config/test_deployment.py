@@ -12,7 +12,7 @@ from common.config.deployment import (
     Deployment,
     load_deployment,
 )
-from common.config.environment import read_environment, set_threads
+from common.config.environment import read_environment, set_allocator, set_threads
 from common.ids import WORKERS, Participant, Service
 
 BROKER = Participant(service=Service.BROKER)
@@ -74,6 +74,16 @@ def test_set_threads_bounds_every_library():
     variables = {}
     set_threads(3, variables)
     assert variables["OMP_NUM_THREADS"] == variables["MKL_NUM_THREADS"] == "3"
+
+
+def test_the_allocator_of_the_user_stays():
+    variables = {}
+    set_allocator(variables)
+    assert "large_segment_size_mb:256" in variables["PYTORCH_ALLOC_CONF"]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = {name: "expandable_segments:False"}
+        set_allocator(chosen)
+        assert chosen == {name: "expandable_segments:False"}
 
 
 @pytest.mark.parametrize("length", [10, 80, 85, 90, 200])
