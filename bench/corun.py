@@ -4,8 +4,8 @@
 that decodes without a pause, and runs each kind of background pass on each share of the SMs beside
 it. `--shape tiny --device cpu` rehearses it, without shares. For every number of rows, kind and
 share it prints the decode rate `d` and the background rate `p`, each over its rate alone on the
-whole GPU; `gain` = d + p; what a second of background work saves, (d + p - 1) / p; and what a
-second of decode saves, (d + p - 1) / d.
+whole GPU; `gain` = d + p; what a second of background work saves, (d + p - 1) / p; what a
+second of decode saves, (d + p - 1) / d; and the GPU's mean clock and power meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.decode import Batch, fused_decoder, plain_step
+from bench.gpu_clock import GpuClock
 from bench.passes import Passes
 from bench.shapes import random_model, workload
 from bench.timing import Report, facts
@@ -217,27 +218,37 @@ def measure_all(
 
     alone: dict[tuple[str, int], float] = {}
     for kind, run in kinds.items():
+        clocks: dict[str, float] = {}
         for share in shares:
             job = on_share(run, share)
             job()
-            alone[kind, share] = _runs_a_second(job, seconds)
+            with GpuClock(device) as clock:
+                alone[kind, share] = _runs_a_second(job, seconds)
+            clocks |= {f"{name} {share}": value for name, value in clock.figures().items()}
         whole = alone[kind, shares[-1]]
         found = {str(share): alone[kind, share] / whole for share in shares}
-        report.case(f"alone {kind}", lambda f=found, w=whole: {"ms": 1e3 / w, **f})
+        report.case(f"alone {kind}", lambda f=found, w=whole, c=clocks: {"ms": 1e3 / w, **f, **c})
     for rows in ROWS:
         other.switch(rows, beside=False)
-        steps_alone, _ = other.rate(lambda: time.sleep(0.05), seconds)
-        report.case(f"{rows} rows alone", lambda s=steps_alone: {"ms": 1e3 / s})
+        with GpuClock(device) as clock:
+            steps_alone, _ = other.rate(lambda: time.sleep(0.05), seconds)
+        report.case(
+            f"{rows} rows alone", lambda s=steps_alone, c=clock: {"ms": 1e3 / s, **c.figures()}
+        )
         other.switch(rows, beside=True)
         for kind, run in kinds.items():
             whole = alone[kind, shares[-1]]
             for share in shares:
                 job = on_share(run, share)
                 job()
-                steps, runs = other.rate(job, seconds)
+                with GpuClock(device) as clock:
+                    steps, runs = other.rate(job, seconds)
                 report.case(
                     f"{rows} rows {kind} {share}",
-                    lambda d=steps / steps_alone, p=runs / whole: _figures(d, p),
+                    lambda d=steps / steps_alone, p=runs / whole, c=clock: {
+                        **_figures(d, p),
+                        **c.figures(),
+                    },
                 )
 
 
