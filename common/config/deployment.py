@@ -112,9 +112,10 @@ class Deployment(FrozenConfig):
     arena_gib: float = Field(default=4.0, gt=0)
     """Memory of the machine that the broker may hand out, in GiB."""
     hbm_budget_gib: float | None = Field(default=None, gt=0)
-    """Memory of each GPU that the broker may hand out and reserve, in GiB; unset: all of it less
-    8 GiB (at most a quarter) for what the processes take themselves, such as their CUDA contexts.
-    What they take is counted too, and a GPU that is full keeps a request waiting below this."""
+    """Memory of each GPU for everything: what the broker hands out and reserves, and what the
+    processes take themselves, their allocators and CUDA contexts, in GiB. Unset: the broker may
+    hand out the GPU less 8 GiB (at most a quarter); what processes take is counted, and a GPU that
+    is full keeps a request waiting below that."""
     spill_gib: float | None = Field(default=None, ge=0)
     """Memory of the machine for what is moved out of arenas while nobody needs it, such as the
     optimizer's state beside a rollout, in GiB; on a GPU node it is pinned. 0: nothing is moved.

@@ -16,6 +16,7 @@ from common.tensors.views import tensor_view
 from common.vlm.names import VISUAL
 from common.weights.binding import views
 from common.worker.device import copied_aside
+from common.worker.device_memory import device_memory
 from common.worker.threads import in_thread
 from common.worker.weights import (
     FLAT,
@@ -30,7 +31,7 @@ from common.worker.weights import (
 from common.worker.work import Prepared, ReadWeights
 from services.prefix_encoder.admission import kv_admission
 from services.prefix_encoder.ahead import AheadStore, LoadedPrompt, sample_key
-from services.prefix_encoder.graphs import PrefixGraphs, device_memory
+from services.prefix_encoder.graphs import PrefixGraphs
 from services.prefix_encoder.step import PrefixEncoderStep
 
 if TYPE_CHECKING:

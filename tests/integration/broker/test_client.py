@@ -185,6 +185,22 @@ async def test_what_processes_hold_is_told_without_a_round_trip(broker: Broker) 
     await broker.held(0)
 
 
+async def test_what_is_left_beside_what_processes_hold(broker: Broker) -> None:
+    learner, encoder = broker.clients[0], await broker.join(ENCODER)
+    assert await learner.room_beside(Held.ALLOCATOR, 2 * PAGE) == ARENA_BYTES - 2 * PAGE
+    lease = await allocate(encoder, LEARNER)
+    assert await encoder.room_beside(Held.ALLOCATOR, PAGE) == ARENA_BYTES - 4 * PAGE
+    # What waits for room is spoken for.
+    encoder.report_held(Held.ALLOCATOR, ARENA_BYTES - 5 * PAGE)
+    waiting = asyncio.create_task(allocate(encoder, LEARNER, size_bytes=3 * PAGE))
+    await broker.held(ARENA_BYTES - 3 * PAGE)
+    assert await learner.room_beside(Held.ALLOCATOR, 2 * PAGE) == 0
+    assert await encoder.room_beside(Held.ALLOCATOR, 0) == ARENA_BYTES - 6 * PAGE
+    (await waiting).abandon("a test")
+    lease.abandon("a test")
+    await broker.settle(0)
+
+
 async def test_cancelled_calls_take_nothing(broker: Broker) -> None:
     learner, encoder = broker.clients[0], await broker.join(ENCODER)
     lease = await allocate(encoder, LEARNER)
