@@ -261,9 +261,8 @@ class StepView:
         )
 
 
-def _prefixes_encoded(view: StepView) -> bool:
-    roles = {ModelRole.POLICY, ModelRole.REFERENCE} if view.needs_reference else {ModelRole.POLICY}
-    return all(roles <= g.prefixes.keys() for g in view.living)
+def _reference_prefixes_encoded(view: StepView) -> bool:
+    return not view.needs_reference or all(ModelRole.REFERENCE in g.prefixes for g in view.living)
 
 
 _STEP_CONDITIONS = {
@@ -273,7 +272,7 @@ _STEP_CONDITIONS = {
     Condition.GROUPS_DONE: lambda v: v.accumulated,
     Condition.WINDOW_OPEN: lambda v: v.window_open,
     Condition.GROUPS_PREPARED: lambda v: all(g.prepared is not None for g in v.living),
-    Condition.PREFIXES_ENCODED: _prefixes_encoded,
+    Condition.REFERENCE_PREFIXES_ENCODED: _reference_prefixes_encoded,
     Condition.NEVER: lambda _: False,
 }
 

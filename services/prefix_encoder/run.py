@@ -33,11 +33,15 @@ from services.prefix_encoder.admission import kv_admission
 from services.prefix_encoder.ahead import AheadStore, LoadedPrompt, sample_key
 from services.prefix_encoder.graphs import PrefixGraphs
 from services.prefix_encoder.step import PrefixEncoderStep
+from services.prefix_encoder.tiers import worth_running
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from common.data.prepared import PreparedSample
+    from common.step.machine import Subject
+    from common.step.view import StepView
     from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
     from common.worker.context import RunContext
@@ -87,6 +91,7 @@ class PrefixEncoderRun:
         if reference is not None and reference_weights is not None:
             self.reference = shared_model(context, reference, reference_weights, None)
         self._vision_shared: bool | None = None
+        self._step: PrefixEncoderStep | None = None
         recipe = context.recipe
         self.ahead = AheadStore(
             limit_bytes=recipe.data.ahead_mib << 20,
@@ -110,7 +115,7 @@ class PrefixEncoderRun:
             Lane(
                 name="compute",
                 tasks=tuple(t for t in COMPUTE_ORDER if t not in left_out),
-                admits=self.admission,
+                admits=self._admits,
             ),
         )
 
@@ -162,7 +167,18 @@ class PrefixEncoderRun:
         known = (*scope.plan.groups, *scope.plan.ahead)
         self.ahead.keep_only({sample_key(planned) for planned in known})
         self.graphs.begin_step()
-        return PrefixEncoderStep(self, scope)
+        self._step = PrefixEncoderStep(self, scope)
+        return self._step
+
+    def _admits(self, view: StepView, started: Collection[Subject], wanted: Subject) -> bool:
+        """For `Lane.admits`."""
+        return self.admission(view, started, wanted) and worth_running(
+            view, started, wanted, keeps_graph=self._keeps_graph
+        )
+
+    def _keeps_graph(self, tokens: int) -> bool:
+        kept = 0 if self._step is None else self._step.kept_graphs
+        return self.graphs.may_keep(tokens, kept=kept)
 
     async def load(self, sample: PreparedSample) -> LoadedPrompt:
         """Copy a sample's prompt to the device."""

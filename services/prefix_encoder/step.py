@@ -91,6 +91,11 @@ class PrefixEncoderStep:
         """Drop every graph."""
         self._groups.clear()
 
+    @property
+    def kept_graphs(self) -> int:
+        """Policy prefixes that have run and wait for their backward with their graph."""
+        return sum(1 for work in self._groups.values() if work.policy is not None)
+
     # ---------------------------------------------------------------- tasks
 
     async def _prepare(self, group: GroupId, cause_id: str) -> None:
@@ -168,7 +173,7 @@ class PrefixEncoderStep:
         vision = work.vision
         assert vision is not None
 
-        prompt, kept = work.prompt, self._kept_graphs()
+        prompt, kept = work.prompt, self.kept_graphs
 
         def forward() -> Encoded[PrefixKV]:
             return self._run.graphs.forward(
@@ -210,9 +215,6 @@ class PrefixEncoderStep:
         await self._export(group, ModelRole.REFERENCE, prefix, consumers, span, cause_id)
 
     # ---------------------------------------------------------------- helpers of the tasks
-
-    def _kept_graphs(self) -> int:
-        return sum(1 for work in self._groups.values() if work.policy is not None)
 
     async def _export(
         self,
