@@ -50,7 +50,10 @@ class Parking:
             self._users -= 1
 
     def park(self, tell: Callable[[], None]) -> bool:
-        """Take the memory out, then tell the broker. Returns whether it is out."""
+        """Take the memory out, then tell the broker. Returns whether it is out.
+
+        The broker is told even if it is out already: it may have been asked to call it back since.
+        """
         with self._mapping:
             with self._counting:
                 if self._users:
@@ -58,7 +61,7 @@ class Parking:
             if not self.parked:
                 self._memory.park()
                 self.parked = True
-                tell()
+            tell()
             return True
 
     def bring_back(self, life: int, descriptor: int) -> None:
