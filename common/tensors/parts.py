@@ -7,8 +7,8 @@ where there are ten or more, so that they sort in order.
 from __future__ import annotations
 
 PARTS_IN_FLIGHT = 3
-"""Parts of a whole on their device at a time, where its parts are spilled: one that leaves, one that
-is held, one that comes. With more room there may be more; one alone is enough to go on."""
+"""Parts of a whole on their device at a time, where its parts are spilled: one leaves, one is held,
+one comes. With more room there may be more; room for one alone is enough to go on."""
 
 
 def part_names(whole: str, count: int) -> tuple[str, ...]:

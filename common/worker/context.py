@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.config.recipe import spills
 from common.ids import Participant, RunId, Service
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ class RunContext:
     @property
     def spills_optimizer(self) -> bool:
         """Whether the optimizer's state leaves the device while no update needs it."""
-        wanted = self.recipe.training.spill_optimizer
-        return self.device.type == "cuda" if wanted == "auto" else wanted
+        return spills(self.recipe.training.spill_optimizer, self.device.type)
 
     @property
     def checkpoints_vision(self) -> bool:

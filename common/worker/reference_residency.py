@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.tensors.parts import in_flight_bytes
 from common.tensors.spec import Residency
+from common.worker.optimizer_parts import optimizer_sizes
 from common.worker.weights import policy_layout
 
 if TYPE_CHECKING:
@@ -41,10 +43,11 @@ def budget_is_short(
 ) -> bool:
     """Whether the device lacks room that spilled reference weights would make.
 
-    While the run trains and updates, all its other storages are on the device, the optimizer's
-    state too, beside what a step allocates: `training.graph_reserve_gib`. Where the budget has room
-    for all of that and for the reference, spilling makes none that is missing. It makes none either
-    where the host has no room for the copy, beside the optimizer's, which leaves for longer.
+    While the run trains and updates, all its other storages are on the device, of the optimizer's
+    state the parts in flight where it is spilled, beside what a step allocates:
+    `training.graph_reserve_gib`. Where the budget has room for all of that and for the reference,
+    spilling makes none that is missing. It makes none either where the host has no room for the
+    copy, beside the optimizer's, which leaves for longer.
 
     Args:
         capacity_bytes: what the broker may hand out of the device.
@@ -52,8 +55,9 @@ def budget_is_short(
     """
     weights_bytes = context.dtype.itemsize
     state_bytes = context.accumulator_dtype.itemsize
-    has_masters = context.dtype is not context.accumulator_dtype
-    optimizer = policy.trainable_elements * state_bytes * (3 if has_masters else 2)
+    parts = optimizer_sizes(context, policy)
+    spills = context.spills_optimizer
+    optimizer = in_flight_bytes(parts) if spills else sum(parts)
     spilled = reference.total_elements * weights_bytes
     storages = (
         policy.total_elements * weights_bytes
@@ -61,6 +65,6 @@ def budget_is_short(
         + optimizer
         + spilled
     )
-    copies = spilled + (optimizer if context.spills_optimizer else 0)
+    copies = spilled + (sum(parts) if spills else 0)
     reserve = context.recipe.training.graph_reserve_gib * 2**30
     return storages + reserve > capacity_bytes and copies <= copies_bytes

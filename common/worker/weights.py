@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.ids import Participant, WeightsVersion
-from common.tensors.spec import DType, Residency, TensorSpec
+from common.tensors.spec import Residency, TensorSpec
 from common.tensors.storage import Storage, StorageSpec
 from common.tensors.views import tensor_view
 from common.vlm.checkpoint import load_checkpoint
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from common.worker.context import RunContext
 
 POLICY_WEIGHTS = "policy.weights"
-POLICY_OPTIMIZER = "policy.optimizer"
 POLICY_GRADIENTS = "policy.gradients"
 REFERENCE_WEIGHTS = "reference.weights"
 
@@ -43,10 +42,6 @@ KV = "kv"
 """The one tensor of a lease of prefix K/V, or of their gradients: [L, 2, K, P, D]."""
 FLAT = "flat"
 """The one tensor of a storage of weights ([E]) or gradients ([Et])."""
-MASTERS = "masters"
-"""[Et] in the accumulator's dtype; only where the compute dtype is another one."""
-MOMENTS = "moments"
-"""[2, Et] in the accumulator's dtype: AdamW's first and second moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +118,6 @@ def flat_spec(
     return StorageSpec(
         tensors=(tensor,), readers=tuple(readers), writers=tuple(writers), residency=residency
     )
-
-
-def optimizer_spec(context: RunContext, layout: WeightLayout, owner: Participant) -> StorageSpec:
-    """Masters and moments; masters only where they are not the weights themselves."""
-    dtype: DType = dtype_name(context.accumulator_dtype)
-    size = layout.trainable_elements
-    tensors = [TensorSpec(name=MOMENTS, dtype=dtype, shape=(2, size))]
-    if context.dtype is not context.accumulator_dtype:
-        tensors.append(TensorSpec(name=MASTERS, dtype=dtype, shape=(size,)))
-    residency = Residency.SPILLABLE if context.spills_optimizer else Residency.PINNED
-    return StorageSpec(tensors=tuple(tensors), readers=(), writers=(owner,), residency=residency)
 
 
 def shared_model(

@@ -1,7 +1,8 @@
 """The broker's memory by generation: made, handed out, spilled, restored, freed.
 
 Copies between a device and the host run beside the event loop, in one thread a direction, as a link
-carries both at once. Each ends in exactly one event. Memory that is freed while it is being copied goes when the copy ends.
+carries both at once. Each ends in exactly one event. Memory that is freed while it is being copied
+goes when the copy ends.
 """
 
 from __future__ import annotations

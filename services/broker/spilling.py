@@ -9,9 +9,9 @@ Invariants, after every event:
 
 A storage that is wanted while its budget, or the device itself, has no room waits, for as long as
 somebody wants it; the node is told every now and then that memory is wanted. One that is only
-expected gives way to whatever waits for room of its device: leases, storages to be made, and spilled
-storages that somebody waits to hold or to open. What is expected may come after that: the parts of
-a whole, say, are held in order, and any of them may be the first to be back. If it has come back
+expected gives way to whatever waits for room of its device: leases, storages to be made, and
+spilled storages that somebody waits to hold or to open. Its own hold may come after theirs: parts
+of a whole are held in order, and any of them may be the first to be back. If it has come back
 already, it leaves again, until a hold or another word brings it back.
 """
 
@@ -72,7 +72,7 @@ class Spilling:
         return [s.again_ns for s in self._storages.values() if self._waits(s)]
 
     def made(self, storage: Storage) -> None:
-        """It is there, with its room taken and, if it may be spilled, room for its copy promised."""
+        """It is there, its room taken; if it may be spilled, room for its copy is promised."""
         if storage.spillable:
             self._rooms.promised_bytes += storage.size_bytes
         self._is_on_device(storage)

@@ -62,7 +62,7 @@ class Admission:
         run_id = _new_run_id(recipe)
         run_folder = self._run_dir(run_id, run_dir)
         check_run_dir(run_folder)
-        check_room(recipe, await self._ledger())
+        check_room(recipe, await self._ledger(), device=self._deployment.device)
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:
             file = Path(folder) / "recipe.json"
