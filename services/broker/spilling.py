@@ -66,6 +66,9 @@ class Spilling:
 
         self._called_ns: dict[str, int] = {}
         """By device, when the node was last told that memory of it is wanted."""
+        self._bare_until_ns: dict[str, int] = {}
+        """By device that had no memory for a restore, until when nothing that is only expected is
+        tried."""
 
     def deadlines(self) -> list[int]:
         """When storages that wait for memory have to be looked at again."""
@@ -104,6 +107,7 @@ class Spilling:
                 self._give_back_device(storage)
                 storage.copied = True
                 storage.cell.move(Residence.SPILLED, "copied")
+                self._try_again(storage.device)
                 self._tell(storage, seconds, restored=False)
             case Residence.RESTORING, MemoryRestored(seconds=seconds):
                 storage.life += 1
@@ -120,6 +124,7 @@ class Spilling:
                 self._give_back_device(storage)
                 storage.cell.move(Residence.SPILLED, "no memory on the device")
                 storage.starved = True
+                self._bare_until_ns[storage.device] = event.at_ns + AGAIN_NS
                 self._call_for_memory(storage, event.at_ns)
         return storage
 
@@ -194,7 +199,18 @@ class Spilling:
         storage.cell.move(Residence.SPILLING, "parked by all")
         self._outbox.add(SpillMemory(generation=storage.generation, copied=storage.copied))
 
+    def _try_again(self, device: str) -> None:
+        """Memory of a device was given back: what found none need not wait any longer."""
+        self._bare_until_ns.pop(device, None)
+        for storage in self._storages.values():
+            if storage.device == device and storage.starved:
+                storage.again_ns = 0
+
     def _restore(self, storage: Storage, now_ns: int) -> None:
+        bare_until_ns = self._bare_until_ns.get(storage.device, 0)
+        if now_ns < bare_until_ns and not self._demanded(storage):
+            storage.starved, storage.again_ns = True, bare_until_ns
+            return
         due = now_ns >= storage.again_ns
         if self._fits(storage) and (due or not storage.starved):
             self._rooms.of(storage.device).take_now(storage.name, storage.size_bytes)

@@ -73,18 +73,13 @@ class LearnerStep:
 
     @property
     def _has_room_for_all(self) -> bool:
-        """Whether all parts may be there beside work, and what is kept for graphs stays free.
-
-        Otherwise they come in the update, a few at a time: what is called back earlier would take
-        memory that the last groups need.
-        """
-        context, sizes = self._run.context, self._run.storages.sizes_bytes
-        room_bytes = self._scope.view.lease_room_bytes.get(context.broker.device)
-        if room_bytes is None:
-            return True
+        context = self._run.context
+        room_bytes = self._scope.view.lease_room_bytes.get(context.broker.device, 0)
         on_gpu = context.device.type == "cuda"
         reserve_gib = context.recipe.training.graph_reserve_gib if on_gpu else 0.0
-        return room_bytes - (sum(sizes) - in_flight_bytes(sizes)) >= reserve_gib * 2**30
+        return room_for_all(
+            self._run.storages.sizes_bytes, room_bytes, reserve_bytes=int(reserve_gib * 2**30)
+        )
 
     async def _park(self) -> None:
         """Nobody needs the optimizer's state before the update: its device memory is for others.
@@ -219,3 +214,17 @@ class LearnerStep:
             made = await Update(run, scope, version=version).make(accumulated=self._accumulating)
         body = bodies.WeightsPublished(weights_version=version, metrics=made.metrics)
         await scope.publish(body, span=made.span, cause_id=cause_id)
+
+
+def room_for_all(sizes_bytes: list[int], room_bytes: int, *, reserve_bytes: int) -> bool:
+    """Whether all parts of the optimizer's state may be on the device beside a step's last groups.
+
+    Otherwise they come in the update, a few at a time: what is called back earlier would take
+    memory that those groups need.
+
+    Args:
+        sizes_bytes: of each part.
+        room_bytes: for leases, beside storages and the parts in flight.
+        reserve_bytes: of that, to be left for graphs and workspaces.
+    """
+    return sum(sizes_bytes) - in_flight_bytes(sizes_bytes) <= room_bytes - reserve_bytes

@@ -144,8 +144,27 @@ def test_a_part_leaves_for_one_that_the_device_has_no_memory_for() -> None:
     holding = whole.hold(0, 1)
     whole.drive.end_move(fail=True)
     assert whole.states == "sS"
+    # What has left makes room, at once.
     whole.settle()
-    whole.drive.pass_time(AGAIN_S)
+    assert not whole.drive.waits(holding)
+
+
+def test_what_is_only_expected_does_not_find_out_one_by_one_that_there_is_no_memory() -> None:
+    whole = Whole(4, room=4)
+    whole.expect(0, 1, 2, 3)
+    for _ in range(4):
+        whole.drive.end_move(fail=True)
+    assert whole.states == "ssss"
+    whole.drive.pass_time(AGAIN_S / 2)
+    whole.expect(0)
+    assert not whole.drive.moves
+    whole.drive.pass_time(AGAIN_S / 2)
+    assert whole.states == "RRRR"
+    whole.drive.end_move(fail=True)
+    whole.drive.end_move(fail=True)
+    whole.settle()
+    holding = whole.hold(0, 1)
+    assert whole.states == "ssSS"
     whole.settle()
     assert not whole.drive.waits(holding)
 

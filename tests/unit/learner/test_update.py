@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.rl.config import AlgorithmConfig
+from services.learner.step import room_for_all
 from services.learner.update import update_part
 from tests.unit.learner.conftest import masters_of, moments_of
 
@@ -51,3 +52,21 @@ def test_a_part_may_have_both_what_decays_and_what_does_not(make_state):
     assert {(True, False), (True, True)} <= set(sides)
     fine = make_state(parts=196)
     assert any(part.elements.start >= border for part in fine.parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "room", "reserve", "fits"),
+    [
+        (12, 9 * 3 + 16, 16, True),
+        (12, 9 * 3 + 15, 16, False),
+        (29, 64, 16, False),
+        # Those in flight are no part of a step's room.
+        (3, 0, 0, True),
+        (4, 2, 0, False),
+    ],
+)
+def test_parts_come_ahead_where_there_is_room_for_all(parts, room, reserve, fits):
+    """Parts of 3 GiB."""
+    gib = 2**30
+    sizes = [3 * gib] * parts
+    assert room_for_all(sizes, room * gib, reserve_bytes=reserve * gib) is fits
