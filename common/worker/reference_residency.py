@@ -31,6 +31,15 @@ def reference_residency(context: RunContext, reference: WeightLayout) -> Residen
     return Residency.SPILLABLE if wanted else Residency.PINNED
 
 
+def spilled_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
+    """Of reference weights that are spillable: what leaves the device when nothing reads them.
+
+    Returns: 0 where the host has no room for the copy beside the optimizer's.
+    """
+    fits = _copies_bytes(context, policy, reference) <= context.broker.copies_bytes
+    return reference.total_elements * context.dtype.itemsize if fits else 0
+
+
 def budget_is_short(
     context: RunContext,
     policy: WeightLayout,
@@ -50,17 +59,23 @@ def budget_is_short(
         capacity_bytes: what the broker may hand out of the device.
         copies_bytes: what it may take of the host for spilled contents.
     """
-    weights_bytes = context.dtype.itemsize
-    state_bytes = context.accumulator_dtype.itemsize
-    has_masters = context.dtype is not context.accumulator_dtype
-    optimizer = policy.trainable_elements * state_bytes * (3 if has_masters else 2)
-    spilled = reference.total_elements * weights_bytes
     storages = (
-        policy.total_elements * weights_bytes
-        + policy.trainable_elements * state_bytes
-        + optimizer
-        + spilled
+        (policy.total_elements + reference.total_elements) * context.dtype.itemsize
+        + policy.trainable_elements * context.accumulator_dtype.itemsize
+        + _optimizer_bytes(context, policy)
     )
-    copies = spilled + (optimizer if context.spills_optimizer else 0)
+    copies = _copies_bytes(context, policy, reference)
     reserve = context.recipe.training.graph_reserve_gib * 2**30
     return storages + reserve > capacity_bytes and copies <= copies_bytes
+
+
+def _copies_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
+    """Of everything that a run with spilled reference weights spills."""
+    optimizer = _optimizer_bytes(context, policy) if context.spills_optimizer else 0
+    return reference.total_elements * context.dtype.itemsize + optimizer
+
+
+def _optimizer_bytes(context: RunContext, policy: WeightLayout) -> int:
+    has_masters = context.dtype is not context.accumulator_dtype
+    state_bytes = context.accumulator_dtype.itemsize
+    return policy.trainable_elements * state_bytes * (3 if has_masters else 2)

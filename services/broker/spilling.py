@@ -9,8 +9,9 @@ Invariants, after every event:
 
 A storage that is wanted while its budget, or the device itself, has no room waits, for as long as
 somebody wants it; the node is told every now and then that memory is wanted. One that is only
-expected gives way to whatever waits for room of its device: the hold that is expected may come
-after that. If it has come back already, it leaves again, until the hold brings it back.
+expected gives way to whatever waits for room of its device, holds on other storages too: the hold
+that is expected may come after that. If it has come back already, it leaves again, until the hold
+brings it back.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ class Spilling:
         return storage
 
     def settle(self, now_ns: int) -> None:
-        """Begin the moves that can be made."""
-        for storage in self._storages.values():
+        """Begin the moves that can be made; what is only expected comes last."""
+        for storage in sorted(self._storages.values(), key=lambda s: not self._awaited(s)):
             if self._can_spill(storage):
                 self._spill(storage)
             elif self._waits(storage):
@@ -148,10 +149,20 @@ class Spilling:
 
     def _wanted(self, storage: Storage) -> bool:
         """Of those who only expect it nobody is kept from work that they may wait for."""
-        return (
-            bool(storage.expected and not self._rooms.of(storage.device).waiting)
-            or any(storage.judge_resident(wanted).grant for wanted in storage.waiting)
-            or self._opening((storage.run_id, storage.name))
+        return self._awaited(storage) or bool(
+            storage.expected and not self._room_is_awaited(storage.device)
+        )
+
+    def _awaited(self, storage: Storage) -> bool:
+        """Whether somebody cannot go on before it is there."""
+        return any(
+            storage.judge_resident(wanted).grant for wanted in storage.waiting
+        ) or self._opening((storage.run_id, storage.name))
+
+    def _room_is_awaited(self, device: str) -> bool:
+        away = (s for s in self._storages.values() if s.cell.state is Residence.SPILLED)
+        return bool(self._rooms.of(device).waiting) or any(
+            storage.device == device and self._awaited(storage) for storage in away
         )
 
     def _waits(self, storage: Storage) -> bool:
