@@ -7,20 +7,18 @@ device and nothing of a user's. It ends with the process that started it.
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing.forkserver import ensure_running
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = "common.data.preloaded"
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """The context whose processes are forked from it. It is started with the first of them."""
+    """The context whose processes are forked from it, which it starts if it does not run.
+
+    It ends with the thread that calls this. Returns at once: its first process waits until the
+    imports are done.
+    """
     _FORKSERVER.set_forkserver_preload([_PRELOADED])
-    return _FORKSERVER
-
-
-def start_forkserver() -> None:
-    """Have it import while this process does something else. Returns at once."""
-    from multiprocessing.forkserver import ensure_running
-
-    forkserver()
     ensure_running()
+    return _FORKSERVER

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 
+from common.service.parent_watch import die_with_starter
+
+# Until its imports are done, it does not look whether the process that started it is still there.
+die_with_starter()
 gc.disable()
 
 import common.data.preflight  # noqa: E402
