@@ -113,6 +113,7 @@ class WorkerActor(Actor[Message]):
         self._changing: Change | None = None
         self._changes: deque[Change] = deque()
         self._saving = False
+        self._checks: list[asyncio.Future[Any]] = []
         self._quiet = False
         self._shutting_down = False
         self._draining: list[asyncio.Future[None]] = []
@@ -138,6 +139,7 @@ class WorkerActor(Actor[Message]):
                 self._release_asked(message)
             case Quiesce():
                 self._quiet = True
+                self._stop_checks()
                 self._draining.append(message.answer)
                 self._answer_quiesced()
             case ShutDown():
@@ -280,6 +282,7 @@ class WorkerActor(Actor[Message]):
         self._change(change)
 
     def _change(self, change: Change) -> None:
+        self._stop_checks()
         self._changes.append(change)
         self._next_change()
 
@@ -367,8 +370,19 @@ class WorkerActor(Actor[Message]):
         if run is None:
             _refuse(ask.answer, FailedPrecondition(self._not_configured(ask.run_id)))
             return
-        made = checksum_weights(run, ask.policy_version)
-        self._epochs.beside(CHECKSUMS, _answer_with(ask.answer, made))
+        self._checks = [*(answer for answer in self._checks if not answer.done()), ask.answer]
+        self._epochs.beside(CHECKSUMS, self._checksum(run, ask))
+
+    async def _checksum(self, run: RunWork, ask: ChecksumWeights) -> None:
+        await _answer_with(ask.answer, checksum_weights(run, ask.policy_version))
+
+    def _stop_checks(self) -> None:
+        """They may wait for a version that nobody publishes before the run has changed."""
+        self._epochs.cancel_beside(CHECKSUMS)
+        for answer in self._checks:
+            text = f"{self.participant} reads no weights now: its run changes; ask again"
+            _refuse(answer, FailedPrecondition(text))
+        self._checks.clear()
 
     def _ready_run(self, run_id: RunId) -> RunWork | None:
         ready = self._phase is RunPhase.READY and self._holder.run_id == run_id

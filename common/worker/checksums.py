@@ -30,7 +30,8 @@ class RoleChecksums:
 async def checksum_weights(run: RunWork, policy_version: WeightsVersion) -> list[RoleChecksums]:
     """Checksums of all weights that a run has in this process.
 
-    A step may run meanwhile: it reads too, and its update waits.
+    A step may run meanwhile: it reads too, and its update waits. Weights that are parked come back,
+    and are parked again. A cancellation ends a wait for weights; while they are read, it waits.
 
     Raises:
         StaleVersion: the policy is past the version.
@@ -44,8 +45,13 @@ async def _checksums(weights: ReadWeights, policy_version: WeightsVersion) -> Ro
     reference = weights.role is ModelRole.REFERENCE
     version = REFERENCE_VERSION if reference else policy_version
     model = weights.model
-    with await weights.storage.hold_read(version):
-        found = await in_thread(
-            lambda: copied_aside(model.device, lambda: checksums(dict(model.named_parameters())))
-        )
+    try:
+        with await weights.storage.hold_read(version, passing=True):
+            found = await in_thread(
+                lambda: copied_aside(
+                    model.device, lambda: checksums(dict(model.named_parameters()))
+                )
+            )
+    finally:
+        await in_thread(weights.storage.park_again)
     return RoleChecksums(role=weights.role, version=version, checksums=found)

@@ -43,6 +43,7 @@ BEGIN = "begin"
 class _Job:
     """One task of the actor that belongs to an epoch, or to none (`scope` is None)."""
 
+    label: str
     scope: StepScope | None
     task: Task | None
     group: GroupId | None
@@ -169,6 +170,12 @@ class EpochWork:
         """Run work that belongs to no epoch, and that `settled` waits for."""
         self._start(name, None, None, None, work)
 
+    def cancel_beside(self, name: str) -> None:
+        """Cancel all such work. It counts as running until it has ended."""
+        for job_name, job in self._jobs.items():
+            if job.scope is None and job.label == name:
+                self._cancel(job_name)
+
     def task_ended(self, name: str) -> tuple[bool, tuple[Task, GroupId | None] | None]:
         """A task of the actor has ended.
 
@@ -200,7 +207,7 @@ class EpochWork:
     ) -> None:
         index = NO_GROUP if group is None else group
         name = f"{label}:{index} #{next(self._numbers)}"
-        self._jobs[name] = _Job(scope=scope, task=task, group=group)
+        self._jobs[name] = _Job(label=label, scope=scope, task=task, group=group)
         self._idle.clear()
         try:
             self._spawn(name, work)

@@ -33,6 +33,15 @@ def reference_residency(context: RunContext, reference: WeightLayout) -> Residen
     return Residency.SPILLABLE if wanted else Residency.PINNED
 
 
+def spilled_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
+    """Of reference weights that are spillable: what leaves the device when nothing reads them.
+
+    Returns: 0 where the host has no room for the copy beside the optimizer's.
+    """
+    fits = _copies_bytes(context, policy, reference) <= context.broker.copies_bytes
+    return reference.total_elements * context.dtype.itemsize if fits else 0
+
+
 def budget_is_short(
     context: RunContext,
     policy: WeightLayout,
@@ -53,18 +62,19 @@ def budget_is_short(
         capacity_bytes: what the broker may hand out of the device.
         copies_bytes: what it may take of the host for spilled contents.
     """
-    weights_bytes = context.dtype.itemsize
-    state_bytes = context.accumulator_dtype.itemsize
     parts = optimizer_sizes(context, policy)
-    spills = context.spills_optimizer
-    optimizer = in_flight_bytes(parts) if spills else sum(parts)
-    spilled = reference.total_elements * weights_bytes
+    optimizer = in_flight_bytes(parts) if context.spills_optimizer else sum(parts)
     storages = (
-        policy.total_elements * weights_bytes
-        + policy.trainable_elements * state_bytes
+        (policy.total_elements + reference.total_elements) * context.dtype.itemsize
+        + policy.trainable_elements * context.accumulator_dtype.itemsize
         + optimizer
-        + spilled
     )
-    copies = spilled + (sum(parts) if spills else 0)
+    copies = _copies_bytes(context, policy, reference)
     reserve = context.recipe.training.graph_reserve_gib * 2**30
     return storages + reserve > capacity_bytes and copies <= copies_bytes
+
+
+def _copies_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
+    """Of everything that a run with spilled reference weights spills."""
+    optimizer = sum(optimizer_sizes(context, policy)) if context.spills_optimizer else 0
+    return reference.total_elements * context.dtype.itemsize + optimizer

@@ -17,6 +17,7 @@ from common.vlm.names import VISUAL
 from common.weights.binding import views
 from common.worker.device import copied_aside
 from common.worker.device_memory import device_memory
+from common.worker.reference_residency import spilled_bytes
 from common.worker.threads import in_thread
 from common.worker.weights import (
     FLAT,
@@ -97,7 +98,10 @@ class PrefixEncoderRun:
             limit_bytes=recipe.data.ahead_mib << 20,
             reference_limit=recipe.training.ahead_reference_groups,
         )
-        self.admission = kv_admission(context, policy)
+        leaving_bytes = 0
+        if reference is not None and reference_weights is not None and reference_weights.spillable:
+            leaving_bytes = spilled_bytes(context, policy.layout, reference.layout)
+        self.admission = kv_admission(context, policy, spilled_bytes=leaving_bytes)
         self.graphs = PrefixGraphs(
             recipe.training.prefix_graphs,
             reserve_bytes=int(recipe.training.graph_reserve_gib * 2**30),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -336,16 +337,22 @@ async def test_cycles_leave_nothing_behind(broker: Broker) -> None:
         for held in await learner.acquire([lease.id], epoch=Epoch(1)):
             held.release()
 
+    def shm_mappings() -> int:
+        """Of these two processes: those of tests that run beside this one come and go."""
+        maps = (Path(f"/proc/{pid}/maps") for pid in (os.getpid(), broker.process.pid))
+        return sum(each.read_text().count("/dev/shm/") for each in maps)
+
     await cycle()
     await broker.settle(0)
-    shm_before = set(os.listdir("/dev/shm"))
+    shm_before = shm_mappings()
     fds_before, own_fds_before = broker.fds, len(os.listdir("/proc/self/fd"))
     for _ in range(300):
         await cycle()
     await broker.settle(0)
-    assert broker.fds == fds_before
-    assert len(os.listdir("/proc/self/fd")) == own_fds_before
+    # Fewer are no leak: connections of the tests before may have been closing.
+    assert broker.fds <= fds_before
+    assert len(os.listdir("/proc/self/fd")) <= own_fds_before
     assert not inodes("rollplex:kv"), "a mapping outlived its lease"
-    assert set(os.listdir("/dev/shm")) == shm_before
+    assert shm_mappings() <= shm_before
     ledger = await broker.ledger()
     assert (ledger.used_bytes, list(ledger.entries)) == (0, [])

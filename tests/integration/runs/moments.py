@@ -151,11 +151,16 @@ class Striker:
             return await self._kill(victim, "window open")
 
     @asynccontextmanager
-    async def window_held(self) -> AsyncIterator[None]:
-        """The rollout is held still while sequences decode."""
+    async def window_held(self, *, hinted: bool = False) -> AsyncIterator[None]:
+        """The rollout is held still while sequences decode.
+
+        Args: hinted: in a step that knows the next one's prompts, which the last one does not.
+        """
 
         async def holds() -> bool:
-            return self._fresh and self.seen.window_is_open
+            if not (self._fresh and self.seen.window_is_open):
+                return False
+            return not hinted or self.seen.hinted
 
         async with still(self._node, ROLLOUT, holds):
             self._last_step = self.seen.step

@@ -211,6 +211,31 @@ def test_what_is_parked_again_is_expected_no_more() -> None:
     assert lone.rows == [(COPIES, "spilled readable(v0)")]
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["away", "back already"])
+def test_what_is_only_expected_gives_way_to_a_hold_on_another_storage(back: bool) -> None:
+    lone = Lone(copies_pages=2 * GPU_PAGE // PAGE)
+    drive = lone.drive
+    drive.end_move()
+    other = drive.answer(drive.open(LEARNER, SPEC, name="other")).storage_id
+    drive.publish(LEARNER, drive.answer(drive.hold(LEARNER, other, HoldKind.WRITE)).hold_id)
+    drive.park(LEARNER, other)
+    drive.end_move()
+    # That leaves room for one of the two, or for none.
+    drive.lease(ENCODER, LEARNER)
+    more = None if back else drive.lease(ENCODER, LEARNER)
+    drive.prefetch(LEARNER, lone.storage)
+    if back:
+        drive.end_move()
+        assert lone.rows[0] == (GPU, "readable(v0)")
+    hold = drive.hold(LEARNER, other, HoldKind.READ)
+    if more is not None:
+        drive.abandon(ENCODER, more)
+    while drive.moves:
+        drive.end_move()
+    assert drive.answer(hold).handle.life == 1
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+
+
 def test_the_death_of_the_last_who_has_it_mapped_is_as_good() -> None:
     lone = Lone(parked=False)
     lone.drive.open(ENCODER)
