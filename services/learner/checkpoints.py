@@ -1,7 +1,8 @@
 """Checkpoints: a folder that plain `transformers` loads, with the trainer's state beside it.
 
 A checkpoint is written into a hidden folder beside its place, flushed, marked, and renamed; a
-folder without the marker is never read.
+folder without the marker is never read. It is the same for every number of ranks: all of them give
+what they have, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
     from transformers import Qwen2_5_VLConfig
 
+    from common.weights.layout import WeightLayout
+    from services.learner.sharding import Sharding
     from services.learner.training_state import TrainingState
 
 MARKER = "COMMITTED"
@@ -43,28 +47,39 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(
-        self, folder: Path, state: TrainingState, config: Qwen2_5_VLConfig, *, model_path: Path
+        self,
+        folder: Path,
+        state: TrainingState,
+        config: Qwen2_5_VLConfig,
+        *,
+        model_path: Path,
+        sharding: Sharding | None = None,
     ) -> None:
         """Args:
         folder: holds one folder a checkpoint.
         state: what is saved and restored.
         config: of the model.
         model_path: where tokenizer and image processor are copied from.
+        sharding: of a state that is spread over ranks; None: the state is whole.
         """
         self._folder = folder
         self._state = state
         self._config = config
         self._model_path = model_path
+        self._sharding = sharding
+        self._leads = sharding is None or sharding.leads
 
     def save(self, version: WeightsVersion, *, recipe_json: str, keep: int) -> Path:
         """Write the state as one committed checkpoint and remove the oldest beyond `keep`.
 
-        Newer ones, of steps that are being run again, are neither counted nor removed.
+        Newer ones, of steps that are being run again, are neither counted nor removed. Every rank
+        has to call this.
 
         Returns: its folder. A committed folder of this version is left as it is.
         """
         place = self._folder / f"{_PREFIX}{version:08d}"
-        if not (place / MARKER).is_file():
+        committed = (place / MARKER).is_file()
+        if not committed and self._leads:
             # One process writes here at a time: what a killed one left behind is nobody's.
             for left in self._folder.glob(f".{_PREFIX}*"):
                 shutil.rmtree(left)
@@ -73,7 +88,11 @@ class CheckpointStore:
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)
             _flush(self._folder)
-        self._prune(keep, newest=place)
+        elif not committed:
+            self._save_weights(self._folder)
+            self._optimizer()
+        if self._leads:
+            self._prune(keep, newest=place)
         return place
 
     def load(self, folder: Path) -> None:
@@ -82,33 +101,41 @@ class CheckpointStore:
         Raises: CheckpointInvalid if it is not committed, of another format or another model.
         """
         version_of(folder)
-        state = self._state
-        load_checkpoint(folder, state.layout, state.weights)
+        state, sharding = self._state, self._sharding
+        if sharding is None:
+            load_checkpoint(folder, state.layout, state.weights)
+        else:
+            sharding.load_weights(folder, state.weights)
         with safe_open(folder / TRAINER_FOLDER / OPTIMIZER_FILE, framework="pt") as file:
             for name, target in ((MASTERS, state.masters), (MOMENTS, state.moments)):
                 saved = file.get_tensor(name)
-                if saved.shape != target.shape:
+                expected = (*target.shape[:-1], self._whole.trainable_elements)
+                if saved.shape != expected:
                     raise CheckpointInvalid(
                         f"{folder}: {name} has shape {list(saved.shape)}; this run's model has "
-                        f"{list(target.shape)}; was model.train_vision another?",
+                        f"{list(expected)}; was model.train_vision another?",
                         path=str(folder),
                     )
-                target.copy_(saved)
+                if sharding is None:
+                    target.copy_(saved)
+                    continue
+                width = saved.shape[-1]
+                rows = target.view(-1, target.shape[-1])
+                for values, row in zip(saved.view(-1, width), rows, strict=True):
+                    sharding.take(values, row)
         state.weights_from_masters()
 
     def _write(self, draft: Path, version: WeightsVersion, recipe_json: str) -> None:
-        state = self._state
-        save_checkpoint(draft, self._config, state.layout, state.weights)
+        self._save_weights(draft)
         for file in _companion_files(self._model_path):
             shutil.copy2(file, draft / file.name)
         trainer = draft / TRAINER_FOLDER
         trainer.mkdir()
-        tensors = {MASTERS: state.masters.contiguous(), MOMENTS: state.moments.contiguous()}
-        save_file({k: v.cpu().clone() for k, v in tensors.items()}, trainer / OPTIMIZER_FILE)
+        save_file(self._optimizer(), trainer / OPTIMIZER_FILE)
         facts = {
             "format": FORMAT,
             "weights_version": version,
-            "layout": json.loads(state.layout.to_json()),
+            "layout": json.loads(self._whole.to_json()),
             "recipe": json.loads(recipe_json),
         }
         (trainer / STATE_FILE).write_text(json.dumps(facts, indent=2), encoding="utf-8")
@@ -116,6 +143,28 @@ class CheckpointStore:
             _flush(path)
         (draft / MARKER).touch()
         _flush(draft)
+
+    @property
+    def _whole(self) -> WeightLayout:
+        return self._state.layout if self._sharding is None else self._sharding.whole
+
+    def _save_weights(self, folder: Path) -> None:
+        """Args: folder: where rank 0 writes to."""
+        state = self._state
+        if self._sharding is None:
+            save_checkpoint(folder, self._config, state.layout, state.weights)
+        else:
+            self._sharding.save_weights(folder, state.weights)
+
+    def _optimizer(self) -> dict[str, torch.Tensor]:
+        """Masters and moments of the whole model, on the host; empty on all ranks but 0."""
+        state, sharding = self._state, self._sharding
+        if sharding is None:
+            tensors = {MASTERS: state.masters.contiguous(), MOMENTS: state.moments.contiguous()}
+            return {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        gathered = [sharding.gather(flat) for flat in (state.masters, *state.moments)]
+        rows = [row for row in gathered if row is not None]
+        return {MASTERS: rows[0], MOMENTS: torch.stack(rows[1:])} if rows else {}
 
     def _prune(self, keep: int, *, newest: Path) -> None:
         committed = sorted(

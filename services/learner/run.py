@@ -30,6 +30,7 @@ from common.worker.weights import (
 from common.worker.work import Prepared, ReadWeights
 from services.learner.checkpoints import CheckpointInvalid, CheckpointStore, version_of
 from services.learner.shadow import HostShadow
+from services.learner.sharding import Sharding
 from services.learner.step import LearnerStep
 from services.learner.training_state import TrainingState
 
@@ -50,7 +51,7 @@ class LearnerRun:
     """One run in this process."""
 
     keeps_cache = False
-    lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN)),)
+    lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN), collective=True),)
 
     def __init__(
         self,
@@ -75,11 +76,13 @@ class LearnerRun:
         self.shadow = HostShadow(
             context.run_dir / "shadow", self.state, rank=context.participant.rank
         )
+        self.sharding = Sharding.of(context, shape)
         self.checkpoints = CheckpointStore(
             context.run_dir / "checkpoints",
             self.state,
             shape.config,
             model_path=context.recipe.model.path,
+            sharding=self.sharding,
         )
         self.nonfinite_in_a_row = 0
         self._version: WeightsVersion | None = None
@@ -108,7 +111,9 @@ class LearnerRun:
             ),
         }
         storages = {
-            name: await context.broker.open_storage(context.run_id, name, create=spec)
+            name: await context.broker.open_storage(
+                context.run_id, context.storage_name(name), create=spec
+            )
             for name, spec in specs.items()
         }
         return cls(context, shape, specs, storages)
@@ -121,7 +126,7 @@ class LearnerRun:
         self._version = version
         if self.context.spills_optimizer:
             await in_thread(self.optimizer.park)
-        layout = self.shape.layout
+        layout = self.shape.whole
         return Prepared(
             weights_version=version,
             facts={
@@ -154,8 +159,11 @@ class LearnerRun:
                     keep=recipe.training.keep_checkpoints,
                 )
             )
-        record = DurableRecord(kind="checkpoint", version=version, location=str(path), epoch=epoch)
-        await self.context.ledger.commit_durable(self.context.run_id, record)
+        if self.context.leads:
+            record = DurableRecord(
+                kind="checkpoint", version=version, location=str(path), epoch=epoch
+            )
+            await self.context.ledger.commit_durable(self.context.run_id, record)
         return path, version
 
     def published(self, version: WeightsVersion) -> None:
@@ -170,15 +178,20 @@ class LearnerRun:
     # ---------------------------------------------------------------- restoring
 
     async def _whole_version(self) -> WeightsVersion | None:
-        """The version in the storages, if both hold the same one and neither is torn."""
+        """The version in the storages, if all ranks' hold the same one and none is torn."""
         found: set[WeightsVersion | None] = set()
         for name in (POLICY_OPTIMIZER, POLICY_WEIGHTS):
             probe = await self.context.broker.open_storage(
-                self.context.run_id, name, create=self._specs[name]
+                self.context.run_id, self.context.storage_name(name), create=self._specs[name]
             )
             found.add(None if probe.torn else probe.version)
             probe.close()
-        return found.pop() if len(found) == 1 else None
+        version = found.pop() if len(found) == 1 else None
+        tensor = self.context.tensor
+        if tensor is None:
+            return version
+        number = -1 if version is None else version
+        return version if await in_thread(lambda: tensor.all_equal(number)) else None
 
     async def _restore(self) -> WeightsVersion:
         records = await self.context.ledger.durable(self.context.run_id)
@@ -204,7 +217,7 @@ class LearnerRun:
 
         def restore() -> None:
             self._load_model()
-            self.shadow.restore(record.location)
+            self.shadow.restore(self.shadow.slot_name(record.version))
 
         await self._rewritten(record.version, restore)
         log.info("restored", extra={"version": record.version, "copy": record.location})
@@ -226,7 +239,7 @@ class LearnerRun:
                 )
 
             def filled() -> None:
-                fill()
+                self._fill_together(fill)
                 wait_for(self.context.device)
 
             await in_thread(filled)
@@ -236,9 +249,28 @@ class LearnerRun:
             for hold in holds:
                 hold.release()
 
+    def _fill_together(self, fill: Callable[[], None]) -> None:
+        """Fill the storages of this rank, and fail if any rank's cannot be filled.
+
+        Raises: NotFound or CheckpointInvalid of this rank; NotFound where it is another one's.
+        """
+        tensor = self.context.tensor
+        if tensor is None:
+            fill()
+            return
+        try:
+            fill()
+        except (NotFound, CheckpointInvalid):
+            tensor.all_true(False)
+            raise
+        if not tensor.all_true(True):
+            raise NotFound("another rank of the learner has no such copy")
+
     def _load_model(self) -> None:
         context, state = self.context, self.state
         if context.resume_from is not None:
-            load_checkpoint(context.resume_from, state.layout, state.weights)
+            load_checkpoint(
+                context.resume_from, state.layout, state.weights, shards=self.shape.parts
+            )
         else:
-            first_weights(context, context.recipe.model.path, state.layout, state.weights)
+            first_weights(context, context.recipe.model.path, self.shape, state.weights)

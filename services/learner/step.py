@@ -14,7 +14,7 @@ from common.rl.advantages import group_advantages
 from common.rl.kl import rewards_with_kl
 from common.rl.losses import LossSums, ScoredResponses, policy_loss
 from common.rl.lr import learning_rate
-from common.rl.optimizer import FlatAdamW, UpdateReport, apply_update
+from common.rl.optimizer import FlatAdamW, UpdateReport, apply_update, global_norm
 from common.step.plan import StepMode
 from common.step.tasks import Task
 from common.tensors.spec import Placement
@@ -214,13 +214,23 @@ class LearnerStep:
 
             update = await scope.run(Task.UPDATE, apply)
             metrics = step_metrics(scope.view, update.value)
-            await self._make_durable(version, metrics)
+            if run.context.leads:
+                await self._make_durable(version, metrics)
             for rewriting in rewritings:
                 await rewriting.publish()
             run.published(version)
+            await self._meet()
             scope.give_back(*rewritings)
+        if not run.context.leads:
+            return
         body = bodies.WeightsPublished(weights_version=version, metrics=metrics)
         await scope.publish(body, span=update.span, cause_id=cause_id)
+
+    async def _meet(self) -> None:
+        """Wait until the version is readable on all ranks, as the step ends with its event."""
+        tensor = self._run.context.tensor
+        if tensor is not None:
+            await self._scope.between_jobs(tensor.meet)
 
     def _apply(self, version: WeightsVersion) -> UpdateReport | None:
         """Change the weights in place. None: no group of this step had a gradient."""
@@ -243,11 +253,15 @@ class LearnerStep:
                 learning_rate=learning_rate(
                     version - 1, run.context.recipe.training.steps, algorithm
                 ),
+                norm_of=global_norm if run.sharding is None else run.sharding.norm,
             )
             state.weights_from_masters()
         self._count_nonfinite(report)
         if run.context.recipe.training.host_shadow:
             run.shadow.save(version)
+        if run.context.tensor is not None:
+            # A version is durable once every rank has saved it.
+            run.context.tensor.meet()
         return report
 
     def _count_nonfinite(self, report: UpdateReport | None) -> None:
