@@ -233,7 +233,11 @@ class WorkerActor(Actor[Message]):
         if self._shutting_down:
             _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
-        if self._configuring is not None:
+        older = self._configuring
+        if older is not None and self._ranks > 1 and older.epoch < ask.epoch:
+            # It may wait for ranks that have failed in it already.
+            self._cancel_configuring(f"epoch {ask.epoch} has begun")
+        elif older is not None:
             text = f"{self.participant} is still configuring; ask again"
             _refuse(ask.answer, FailedPrecondition(text))
             return
@@ -292,6 +296,8 @@ class WorkerActor(Actor[Message]):
     def _next_change(self) -> None:
         if self._changing is None and self._changes:
             self._changing = self._changes.popleft()
+            if isinstance(self._changing, Configure):
+                self._phase = RunPhase.CONFIGURING
             self.spawn(_CHANGE, self._apply(self._changing))
 
     async def _apply(self, change: Change) -> Prepared | None:

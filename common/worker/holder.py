@@ -13,7 +13,7 @@ from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
 from common.worker.own_memory import OwnMemory
-from common.worker.ranks import TensorRanks
+from common.worker.ranks import TensorRanks, present
 from common.worker.threads import in_thread
 
 if TYPE_CHECKING:
@@ -108,16 +108,17 @@ class RunHolder:
         return await self._factory(self.context)
 
     async def _join(self, ask: Configure) -> TensorRanks:
-        service = self._participant.service
+        service, rank = self._participant.service, self._participant.rank
         rendezvous = self._deployment.socket_dir / f"{service}-{ask.run_id}-{ask.epoch}.ranks"
-        return await in_thread(
-            lambda: TensorRanks.join(
-                rendezvous,
-                rank=self._participant.rank,
-                degree=self._ranks,
-                collective_timeout_s=ask.recipe.training.step_deadline_s,
+        async with present(rendezvous, rank=rank, degree=self._ranks):
+            return await in_thread(
+                lambda: TensorRanks.join(
+                    rendezvous,
+                    rank=rank,
+                    degree=self._ranks,
+                    collective_timeout_s=ask.recipe.training.step_deadline_s,
+                )
             )
-        )
 
     async def _give_up_run(self) -> None:
         run, context = self.run, self.context

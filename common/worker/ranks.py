@@ -9,23 +9,30 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import os
+import time
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from common.errors import ProcessUnusable
+from common.errors import ProcessUnusable, Unavailable
 from common.vlm.parallel.mesh import tensor_mesh
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
 
-JOIN_TIMEOUT_S = 120.0
-"""Longest wait for the other ranks while a run is configured."""
+PRESENT_TIMEOUT_S = 30.0
+"""Longest wait for the other ranks to be configured too."""
+AGREE_TIMEOUT_S = 120.0
+"""Longest wait for the other ranks once all have come, such as for a checkpoint to be read."""
+_LOOK_EVERY_S = 0.05
 PARTED_AFTER_S = 5.0
 """Longest time that a job goes on after its epoch has ended, before it counts as a job that waits
 for ranks that have left it."""
@@ -33,6 +40,30 @@ for ranks that have left it."""
 
 class RanksParted(ProcessUnusable):
     """A collective of an ended epoch keeps the compute thread: nothing but the process ends it."""
+
+
+class RanksAbsent(Unavailable):
+    """Not every rank was configured in time."""
+
+
+@asynccontextmanager
+async def present(rendezvous: Path, *, rank: int, degree: int) -> AsyncIterator[None]:
+    """Wait until every rank does the same, so that `TensorRanks.join` does not block for long.
+
+    Args: as for `TensorRanks.join`; beside that file each rank has one of its own inside the block.
+    Raises: RanksAbsent.
+    """
+    marks = [rendezvous.with_name(f"{rendezvous.name}.{one}") for one in range(degree)]
+    marks[rank].touch()
+    try:
+        give_up_s = time.monotonic() + PRESENT_TIMEOUT_S
+        while absent := [one for one, mark in enumerate(marks) if not mark.exists()]:
+            if time.monotonic() > give_up_s:
+                raise RanksAbsent(f"{rendezvous.name}: ranks {absent} have not come")
+            await asyncio.sleep(_LOOK_EVERY_S)
+        yield
+    finally:
+        marks[rank].unlink(missing_ok=True)
 
 
 class TensorRanks:
@@ -62,12 +93,14 @@ class TensorRanks:
             collective_timeout_s: longest wait of a collective of `mesh`.
         Raises: RuntimeError (`torch.distributed.DistError`) if one does not come in time.
         """
+        # Ranks are of one node, and nothing of it is to be reached from outside.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=degree,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            timeout=timedelta(seconds=AGREE_TIMEOUT_S),
         )
         try:
             mesh = tensor_mesh([range(degree)], device_type="cpu", timeout_s=collective_timeout_s)
@@ -75,8 +108,7 @@ class TensorRanks:
         except BaseException:
             dist.destroy_process_group()
             raise
-        with contextlib.suppress(FileNotFoundError):
-            rendezvous.unlink()
+        rendezvous.unlink(missing_ok=True)
         return cls(mesh)
 
     def all_true(self, value: bool) -> bool:

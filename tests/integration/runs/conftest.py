@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.config.deployment import Deadlines
 from common.vlm.initialise import initialise, load_spec
 from deploy.local.programs import SERVICES_PACKAGE
 from tests.integration.runs.lab import Lab
@@ -54,7 +55,8 @@ def governed_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, with two ranks of each service that computes."""
-    with _running(request, train_tp=2, rollout_tp=2) as node:
+    deadlines = Deadlines(start_s=300.0)
+    with _running(request, train_tp=2, rollout_tp=2, deadlines=deadlines) as node:
         yield node
 
 
