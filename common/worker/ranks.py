@@ -50,7 +50,8 @@ class RanksAbsent(Unavailable):
 async def present(rendezvous: Path, *, rank: int, degree: int) -> AsyncIterator[None]:
     """Wait until every rank does the same, so that `TensorRanks.join` does not block for long.
 
-    Args: as for `TensorRanks.join`; beside that file each rank has one of its own inside the block.
+    Args: as for `TensorRanks.join`, which belongs inside the block: no rank may leave it before all
+        have come. Each has a file of its own meanwhile, beside that one.
     Raises: RanksAbsent.
     """
     marks = [rendezvous.with_name(f"{rendezvous.name}.{one}") for one in range(degree)]
