@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from common.events.bodies import ModelRole
+from common.ids import Service
 from common.step.schedule import Schedule
 from common.vlm.initialise import initialise, load_spec
 from rollplex.models import RunState
 from tests.integration.runs.conftest import SPEC
-from tests.integration.runs.lab import Lab
+from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import different, final_tensors, recipe, relative_difference
 
@@ -30,6 +32,10 @@ BLOWS = (
     (Striker.updating, "learner/1"),
     (Striker.durable, "learner/0"),
 )
+READERS = {
+    ModelRole.POLICY: (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT),
+    ModelRole.REFERENCE: (Service.REFERENCE, Service.PREFIX_ENCODER),
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +90,11 @@ async def test_two_ranks_make_the_update_of_one(alone, together, schedule):
 async def test_two_ranks_go_on_from_the_checkpoint_of_one(alone, together):
     """Its moments have parts in both ranks: the third step's update needs them."""
     first = await recorded(alone)
-    checkpoint = str(max((first.folder / "checkpoints").glob("step-*")))
-    wanted = steady(alone.model, Schedule.SERIAL, steps=STEPS + 1)
+    checkpoint = max((first.folder / "checkpoints").glob("step-*"))
+    on = {"steps": STEPS + 1}
+    wanted = steady(alone.model, Schedule.SERIAL, **on, record_responses=True)
     (expected,) = await alone.succeeded({"alone-on": wanted}, resume_from=checkpoint)
+    wanted = steady(alone.model, Schedule.SERIAL, **on, replay_from=str(expected.folder))
     (actual,) = await together.succeeded({"together-on": wanted}, resume_from=checkpoint)
     assert relative_difference(expected.tensors, actual.tensors) <= 1e-5
 
@@ -103,3 +111,23 @@ async def test_a_run_survives_the_death_of_single_ranks(together):
     assert run.state is RunState.SUCCEEDED, run.reason
     assert len({blow.step for blow in struck}) == len(BLOWS)
     assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+
+
+async def test_every_rank_reads_the_weights_of_its_owner(together):
+    wanted = steady(together.model, Schedule.SERIAL, steps=50)
+    async with together.node.client() as client:
+        run = await client.create_run(wanted, run_dir=together.node.folder / "verified")
+        await reach(client, run.run_id, RunState.RUNNING, steps=1)
+        await client.pause(run.run_id)
+        await reach(client, run.run_id, RunState.PAUSED)
+        report = await client.verify_weights()
+        await client.stop(run.run_id)
+        assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
+    assert report.differences == ()
+    read = {(one.role, one.consumer) for one in report.read}
+    assert read == {
+        (role, f"{service}/{rank}")
+        for role, services in READERS.items()
+        for service in services
+        for rank in range(2)
+    }
