@@ -6,6 +6,8 @@ where there are ten or more, so that they sort in order.
 
 from __future__ import annotations
 
+RANK = "/"
+"""Before the number of the rank whose storage it is, in the whole's name; rank 0 has none."""
 PARTS_IN_FLIGHT = 3
 """Parts of a whole on their device at a time, where its parts are spilled: one leaves, one is held,
 one comes. With more room there may be more; room for one alone is enough to go on."""

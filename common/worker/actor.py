@@ -20,6 +20,7 @@ from common.errors import FailedPrecondition, RollplexError, Unavailable
 from common.events.bodies import MemoryWanted, StepBegan
 from common.ids import Epoch, GroupId, Incarnation, Participant, RunId
 from common.step.machine import (
+    CommandTask,
     EndStep,
     ForgetGroup,
     Instruction,
@@ -42,6 +43,7 @@ from common.worker.messages import (
     SaveCheckpoint,
     ShutDown,
 )
+from common.worker.ranks import PARTED_AFTER_S, RanksParted
 from common.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ class WorkerActor(Actor[Message]):
             device,
             opened=self._link_opened,
         )
+        self._ranks = deployment.ranks(participant.service)
+        self._parted = asyncio.Event()
         self._phase = RunPhase.UNCONFIGURED
         self._machine: StepMachine | None = None
         self._changing: Change | None = None
@@ -212,6 +216,8 @@ class WorkerActor(Actor[Message]):
                     )
                 case StartTask(task=task, group=group):
                     self._epochs.start(task, group)
+                case CommandTask(number=number, task=task, group=group):
+                    self._epochs.command(number, task, group)
                 case ForgetGroup(group=group):
                     self._epochs.forget(group)
                 case EndStep(reason=reason):
@@ -229,7 +235,11 @@ class WorkerActor(Actor[Message]):
         if self._shutting_down:
             _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
-        if self._configuring is not None:
+        older = self._configuring
+        if older is not None and self._ranks > 1 and older.epoch < ask.epoch:
+            # It may wait for ranks that have failed in it already.
+            self._cancel_configuring(f"epoch {ask.epoch} has begun")
+        elif older is not None:
             text = f"{self.participant} is still configuring; ask again"
             _refuse(ask.answer, FailedPrecondition(text))
             return
@@ -289,14 +299,36 @@ class WorkerActor(Actor[Message]):
     def _next_change(self) -> None:
         if self._changing is None and self._changes:
             self._changing = self._changes.popleft()
+            if isinstance(self._changing, Configure):
+                self._phase = RunPhase.CONFIGURING
             self.spawn(_CHANGE, self._apply(self._changing))
 
     async def _apply(self, change: Change) -> Prepared | None:
-        await self._epochs.settled()
+        await self._settled()
         if isinstance(change, Configure):
             return await self._holder.configure(change)
         await self._holder.close()
         return None
+
+    async def _settled(self) -> None:
+        """Wait until nothing of an ended epoch runs; of several ranks, for so long only."""
+        if self._ranks == 1:
+            await self._epochs.settled()
+            return
+        try:
+            async with asyncio.timeout(PARTED_AFTER_S):
+                await self._epochs.settled()
+        except TimeoutError:
+            self._parted.set()
+            raise
+
+    async def parted(self) -> None:
+        """Until cancelled. Raises RanksParted once a job waits for ranks that will not come."""
+        await self._parted.wait()
+        raise RanksParted(
+            f"{self.participant}: a job went on for {PARTED_AFTER_S:g} s after its epoch had "
+            "ended; it waits for ranks that have left it"
+        )
 
     def _changed(self, ended: TaskEnded) -> None:
         change, self._changing = self._changing, None
@@ -318,7 +350,12 @@ class WorkerActor(Actor[Message]):
         if error is None:
             assert run is not None
             self._fence = ask.epoch
-            self._machine = StepMachine(run.lanes, needs_reference=ask.recipe.needs_reference)
+            self._machine = StepMachine(
+                run.lanes,
+                needs_reference=ask.recipe.needs_reference,
+                participant=self.participant,
+                ranks=self._ranks,
+            )
             self._phase = RunPhase.READY
             _answer(ask.answer, prepared)
             return

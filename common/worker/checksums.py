@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.events.bodies import ModelRole
+from common.weights.binding import local_part
 from common.weights.checksums import checksums
 from common.worker.device import copied_aside
 from common.worker.threads import in_thread
@@ -45,13 +46,10 @@ async def _checksums(weights: ReadWeights, policy_version: WeightsVersion) -> Ro
     reference = weights.role is ModelRole.REFERENCE
     version = REFERENCE_VERSION if reference else policy_version
     model = weights.model
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     try:
         with await weights.storage.hold_read(version, passing=True):
-            found = await in_thread(
-                lambda: copied_aside(
-                    model.device, lambda: checksums(dict(model.named_parameters()))
-                )
-            )
+            found = await in_thread(lambda: copied_aside(model.device, lambda: checksums(parts)))
     finally:
         await in_thread(weights.storage.park_again)
     return RoleChecksums(role=weights.role, version=version, checksums=found)

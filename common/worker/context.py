@@ -9,6 +9,7 @@ import torch
 
 from common.config.recipe import spills
 from common.ids import Participant, RunId, Service
+from common.tensors.parts import RANK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
+    from common.worker.ranks import TensorRanks
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -39,6 +41,28 @@ class RunContext:
     """Checkpoint folder to continue from when nothing newer is durable."""
     governed: bool = False
     """Whether background work runs on shares of the GPU's SMs."""
+    tensor: TensorRanks | None = None
+    """The service's ranks; None: this is the only one."""
+
+    @property
+    def degree(self) -> int:
+        """Tensor-parallel ranks of this service."""
+        return 1 if self.tensor is None else self.tensor.degree
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that decides and that speaks for the service."""
+        return self.participant.rank == 0
+
+    @property
+    def ranks(self) -> tuple[Participant, ...]:
+        """All ranks of this service."""
+        return self.peers(self.participant.service)
+
+    def storage_name(self, name: str) -> str:
+        """A storage of the run, of this rank: each has its own."""
+        rank = self.participant.rank
+        return name if rank == 0 else f"{name}{RANK}{rank}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,3 +90,7 @@ class RunContext:
     def peer(self, service: Service) -> Participant:
         """The process of another service that works with this one: the same rank."""
         return Participant(service=service, rank=self.participant.rank)
+
+    def peers(self, service: Service) -> tuple[Participant, ...]:
+        """All ranks of a service; every service has as many."""
+        return tuple(Participant(service=service, rank=rank) for rank in range(self.degree))

@@ -77,7 +77,7 @@ class WorkerDevice:
         if ordinal >= visible:
             raise CudaMissing(
                 f'device = "cuda": {participant} needs GPU {ordinal}, and its process sees '
-                f"{visible}; lower the ranks of {participant.service}, or make more GPUs visible"
+                f"{visible}; lower train_tp and rollout_tp, or make more GPUs visible"
             )
         return cls(
             torch=torch.device("cuda", ordinal),

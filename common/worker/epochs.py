@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ErrorCode, RollplexError, Stale
-from common.events.bodies import TaskFailed
+from common.events.bodies import TaskCommanded, TaskFailed
 from common.ids import NO_GROUP, GroupId, Participant
 from common.step.tasks import AHEAD, Task
 from common.worker.scope import StepScope, Work
@@ -124,6 +124,15 @@ class EpochWork:
         about = None if task in AHEAD else group
         work = self._guarded(self._scope, task, about, lambda: run(task, group, cause_id))
         self._start(task, self._scope, task, group, work)
+
+    def command(self, number: int, task: Task, group: GroupId | None) -> None:
+        """Tell the service's other ranks of a task that was started."""
+        if self._scope is None:
+            return
+        scope, cause_id = self._scope, self._cause_id
+        body = TaskCommanded(number=number, task=task, group=group)
+        work = self._guarded(scope, task, None, lambda: scope.publish(body, cause_id=cause_id))
+        self._start(f"{task} command", scope, None, group, work)
 
     def forget(self, group: GroupId) -> None:
         """The group was dropped."""

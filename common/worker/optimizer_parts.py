@@ -33,7 +33,7 @@ class OptimizerPart:
     """One part's storage.
 
     Attributes:
-        name: `policy.optimizer.<number>`.
+        name: `policy.optimizer.<number>`; of rank 1, `policy.optimizer/1.<number>`.
         elements: of the flat trainable weights, which masters and moments it has.
     """
 
@@ -50,7 +50,8 @@ def optimizer_parts(
     residency = Residency.SPILLABLE if context.spills_optimizer else Residency.PINNED
     ranges = optimizer_ranges(context, layout)
     parts = []
-    for name, elements in zip(part_names(POLICY_OPTIMIZER, len(ranges)), ranges, strict=True):
+    names = part_names(context.storage_name(POLICY_OPTIMIZER), len(ranges))
+    for name, elements in zip(names, ranges, strict=True):
         size = elements.stop - elements.start
         tensors = [TensorSpec(name=MOMENTS, dtype=dtype, shape=(2, size))]
         if has_masters(context):

@@ -17,17 +17,20 @@ from common.tensors.views import tensor_view
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.kernels import split_model
 from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
+from common.vlm.parallel.model import config_shape, parallel_model
+from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.random_weights import fill_random
 from common.weights.binding import bind_parameters
 from common.worker.scope import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from transformers import Qwen2_5_VLConfig
 
     from common.vlm.model import SplitModel
+    from common.vlm.parallel.shards import Shard
     from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
 
@@ -50,16 +53,29 @@ class ModelShape:
 
     config: Qwen2_5_VLConfig
     layout: WeightLayout
+    """Of this rank."""
+    whole: WeightLayout
+    """Of the model without tensor parallelism."""
+    parts: Mapping[str, Shard] | None
+    """This rank's part of every parameter; None: it is the only rank."""
     suppressed: torch.Tensor
     """[n] int64 ids that are never sampled."""
 
 
 def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> ModelShape:
-    """Read the configuration and lay out the weights. Raises ModelFilesError."""
+    """Read the configuration and lay out the weights. Raises ModelFilesError, DegreeInvalid."""
     config = load_config(path)
+    whole = _layout(context, config, train_vision=train_vision)
+    layout, parts = whole, None
+    if context.degree > 1:
+        place = {"rank": context.participant.rank, "degree": context.degree}
+        parts = shards(whole, config_shape(config), **place)
+        layout = rank_layout(whole, parts, **place)
     return ModelShape(
         config=config,
-        layout=_layout(context, config, train_vision=train_vision),
+        layout=layout,
+        whole=whole,
+        parts=parts,
         suppressed=torch.tensor(
             suppressed_token_ids(config), dtype=torch.int64, device=context.device
         ),
@@ -89,9 +105,7 @@ def reference_shape(context: RunContext) -> ModelShape:
     return model_shape(context, model.reference_path or model.path, train_vision=False)
 
 
-def first_weights(
-    context: RunContext, path: Path, layout: WeightLayout, flat: torch.Tensor
-) -> None:
+def first_weights(context: RunContext, path: Path, shape: ModelShape, flat: torch.Tensor) -> None:
     """Fill a storage with what a run begins with: the folder's weights, or random ones.
 
     Args:
@@ -100,9 +114,9 @@ def first_weights(
     Raises: what `load_checkpoint` does.
     """
     if context.recipe.model.weights == "random":
-        fill_random(flat, layout, seed=context.recipe.seed)
+        fill_random(flat, shape.layout, seed=context.recipe.seed, shards=shape.parts)
     else:
-        load_checkpoint(path, layout, flat)
+        load_checkpoint(path, shape.layout, flat, shards=shape.parts)
 
 
 def flat_spec(
@@ -130,5 +144,8 @@ def shared_model(
     """
     model = empty_model(shape.config, device=context.device, dtype=context.dtype)
     flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
+    split = None
+    if context.tensor is not None:
+        split = parallel_model(model, context.tensor.mesh)
     bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
-    return split_model(model, context.recipe.model.kernels)
+    return split or split_model(model, context.recipe.model.kernels)

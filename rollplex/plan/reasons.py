@@ -150,7 +150,9 @@ def assumptions(request: PlanRequest, sizes: Sizes) -> list[str]:
         f"{'fused kernels' if sizes.fused else 'plain modules'} under the schedules",
     ]
     if max(train, request.rollout_tp) > 1:
-        listed.append("the services run one rank a model: larger TP degrees are planned only")
+        listed.append(
+            "on GPUs the services run one rank a model: larger TP degrees are planned only"
+        )
     if shape.model_type == QWEN3:
         listed.append("the services run Qwen2.5-VL only: this model is planned only")
     if request.layouts_nest:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from common.events import bodies
-from common.tensors.parts import whole_of
+from common.tensors.parts import RANK, whole_of
 
 if TYPE_CHECKING:
     from common.events import Event
@@ -30,13 +30,14 @@ class MoveTally:
         if plan is None or (event.run_id, event.epoch) != (plan.run_id, plan.epoch):
             return
         self._seen.add(event.event_id)
-        name = whole_of(moved.storage).replace(".", "_")
+        name, _, _ = whole_of(moved.storage).partition(RANK)
+        name = name.replace(".", "_")
         done, doing = ("restored", "restore") if moved.restored else ("spilled", "spill")
         self._sums[f"{name}_{done}_bytes"] += moved.size_bytes
         self._sums[f"time_{name}_{doing}_s"] += moved.seconds
 
     def metrics(self, late: MoveTally) -> dict[str, float]:
-        """By storage, such as `reference_weights_restored_bytes`, the parts of a whole together;
+        """By storage, such as `reference_weights_restored_bytes`, of all parts and ranks;
         nothing for what did not move.
 
         Args: late: what ended after the record of the step before, such as the leaving of what its

@@ -21,11 +21,14 @@ from common.worker.work import Prepared, ReadWeights
 from services.learner.checkpoints import CheckpointStore, version_of
 from services.learner.optimizer_file import CheckpointInvalid
 from services.learner.shadow import HostShadow
+from services.learner.sharding import Sharding
 from services.learner.step import LearnerStep
 from services.learner.storages import HOLD_TIMEOUT_S, LearnerStorages
 from services.learner.training_state import StatePart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
 
@@ -36,7 +39,7 @@ class LearnerRun:
     """One run in this process."""
 
     keeps_cache = False
-    lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN)),)
+    lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN), collective=True),)
 
     def __init__(self, context: RunContext, shape: ModelShape, storages: LearnerStorages) -> None:
         self.context = context
@@ -46,11 +49,13 @@ class LearnerRun:
         self.shadow = HostShadow(
             context.run_dir / "shadow", storages.state, rank=context.participant.rank
         )
+        self.sharding = Sharding.of(context, shape)
         self.checkpoints = CheckpointStore(
             context.run_dir / "checkpoints",
             storages.state,
             shape.config,
             model_path=context.recipe.model.path,
+            sharding=self.sharding,
         )
         self.nonfinite_in_a_row = 0
         self._version: WeightsVersion | None = None
@@ -66,11 +71,11 @@ class LearnerRun:
     async def prepare(self) -> Prepared:
         """Hold a whole version: the one in the storages, or else the newest durable one."""
         await in_thread(self.storages.park)
-        version = await self.storages.whole_version()
+        version = await self._whole_version()
         if version is None:
             version = await self._restore()
         self._version = version
-        layout = self.shape.layout
+        layout = self.shape.whole
         return Prepared(
             weights_version=version,
             facts={
@@ -99,13 +104,16 @@ class LearnerRun:
         recipe, storages = self.context.recipe, self.storages
         with await storages.weights.hold_read(version, timeout_s=HOLD_TIMEOUT_S):
             begin = partial(self.checkpoints.begin, version, recipe_json=recipe.model_dump_json())
-            file = await in_thread(begin)
-            if file is not None:
-                await storages.read_parts(version, file.write)
+            draft = await in_thread(begin)
+            if draft is not None:
+                await storages.read_parts(version, draft.write)
         keep = recipe.training.keep_checkpoints
-        path = await in_thread(partial(self.checkpoints.commit, version, keep=keep))
-        record = DurableRecord(kind="checkpoint", version=version, location=str(path), epoch=epoch)
-        await self.context.ledger.commit_durable(self.context.run_id, record)
+        path = await in_thread(partial(self.checkpoints.commit, version, draft, keep=keep))
+        if self.context.leads:
+            record = DurableRecord(
+                kind="checkpoint", version=version, location=str(path), epoch=epoch
+            )
+            await self.context.ledger.commit_durable(self.context.run_id, record)
         return path, version
 
     def published(self, version: WeightsVersion) -> None:
@@ -118,6 +126,14 @@ class LearnerRun:
 
     # ---------------------------------------------------------------- restoring
 
+    async def _whole_version(self) -> WeightsVersion | None:
+        """The version that the storages of all ranks hold; None: they differ, or one is torn."""
+        version, tensor = await self.storages.whole_version(), self.context.tensor
+        if tensor is None:
+            return version
+        number = -1 if version is None else version
+        return version if await in_thread(lambda: tensor.all_equal(number)) else None
+
     async def _restore(self) -> WeightsVersion:
         records = await self.context.ledger.durable(self.context.run_id)
         for record in records:
@@ -128,22 +144,26 @@ class LearnerRun:
         if self.context.resume_from is not None:
             return await self._resumed(self.context.resume_from)
         start = WeightsVersion(0)
-        await self.storages.rewrite(start, self._load_model, StatePart.begin_from_weights)
+        await self._rewritten(start, self._load_model, StatePart.begin_from_weights)
         return start
 
     async def _restored(self, record: DurableRecord) -> WeightsVersion:
         if record.kind == "checkpoint":
             return await self._resumed(Path(record.location))
 
-        self.shadow.check(record.location)
-        restore = partial(self.shadow.restore, record.location)
-        await self.storages.rewrite(record.version, self._load_model, restore)
+        slot = self.shadow.slot_name(record.version)
+
+        def load() -> None:
+            self.shadow.check(slot)
+            self._load_model()
+
+        await self._rewritten(record.version, load, partial(self.shadow.restore, slot))
         log.info("restored", extra={"version": record.version, "copy": record.location})
         return record.version
 
     async def _resumed(self, folder: Path) -> WeightsVersion:
         version = version_of(folder)
-        await self.storages.rewrite(
+        await self._rewritten(
             version,
             partial(self.checkpoints.load_weights, folder),
             partial(self.checkpoints.load_part, folder),
@@ -151,9 +171,33 @@ class LearnerRun:
         log.info("restored", extra={"version": version, "copy": str(folder)})
         return version
 
+    async def _rewritten(
+        self,
+        version: WeightsVersion,
+        fill_weights: Callable[[], None],
+        fill_part: Callable[[StatePart], None],
+    ) -> None:
+        """Write the storages of all ranks anew.
+
+        Raises: NotFound or CheckpointInvalid of this rank; NotFound where it is another one's.
+        """
+        failure: NotFound | CheckpointInvalid | None = None
+        try:
+            await self.storages.rewrite(version, fill_weights, fill_part)
+        except (NotFound, CheckpointInvalid) as error:
+            failure = error
+        tensor = self.context.tensor
+        everywhere = tensor is None or await in_thread(partial(tensor.all_true, failure is None))
+        if failure is not None:
+            raise failure
+        if not everywhere:
+            raise NotFound("another rank of the learner has no such copy")
+
     def _load_model(self) -> None:
         context, state = self.context, self.storages.state
         if context.resume_from is not None:
-            load_checkpoint(context.resume_from, state.layout, state.weights)
+            load_checkpoint(
+                context.resume_from, state.layout, state.weights, shards=self.shape.parts
+            )
         else:
-            first_weights(context, context.recipe.model.path, state.layout, state.weights)
+            first_weights(context, context.recipe.model.path, self.shape, state.weights)

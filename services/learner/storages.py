@@ -18,7 +18,7 @@ from common.worker.weights import FLAT, POLICY_GRADIENTS, POLICY_WEIGHTS, flat_s
 from services.learner.training_state import StatePart, TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from common.ids import WeightsVersion
     from common.tensors.storage import Storage, StorageSpec
@@ -43,14 +43,17 @@ class LearnerStorages:
         self,
         context: RunContext,
         specs: dict[str, StorageSpec],
-        storages: dict[str, Storage],
         state: TrainingState,
+        *,
+        weights: Storage,
+        gradients: Storage,
+        optimizer: Iterable[Storage],
     ) -> None:
         self._context = context
         self._specs = specs
-        self.weights = storages.pop(POLICY_WEIGHTS)
-        self.gradients = storages.pop(POLICY_GRADIENTS)
-        self.optimizer = tuple(storages.values())
+        self.weights = weights
+        self.gradients = gradients
+        self.optimizer = tuple(optimizer)
         self.state = state
 
     @classmethod
@@ -71,11 +74,14 @@ class LearnerStorages:
                 writers=(me, encoder),
             ),
         }
+        specs = {context.storage_name(name): spec for name, spec in specs.items()}
         storages = {
             name: await context.broker.open_storage(context.run_id, name, create=spec)
             for name, spec in specs.items()
         }
-        weights_E = tensor_view(storages[POLICY_WEIGHTS], FLAT)
+        weights = storages.pop(context.storage_name(POLICY_WEIGHTS))
+        gradients = storages.pop(context.storage_name(POLICY_GRADIENTS))
+        weights_E = tensor_view(weights, FLAT)
         parts = []
         for part in optimizer_parts(context, layout, me):
             specs[part.name] = part.spec
@@ -89,9 +95,11 @@ class LearnerStorages:
             layout=layout,
             weights=weights_E,
             parts=tuple(parts),
-            gradients=tensor_view(storages[POLICY_GRADIENTS], FLAT),
+            gradients=tensor_view(gradients, FLAT),
         )
-        return cls(context, specs, storages, state)
+        return cls(
+            context, specs, state, weights=weights, gradients=gradients, optimizer=storages.values()
+        )
 
     def parts(self) -> Iterator[tuple[Storage, StatePart]]:
         """Each part of the optimizer's state, with its storage."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common.registry.runs import DurableRecord
 from common.rl.lr import learning_rate
-from common.rl.optimizer import FlatAdamW, ready_gradients
+from common.rl.optimizer import FlatAdamW, global_norm, ready_gradients
 from common.step.tasks import Task
 from common.tensors.parts import PARTS_IN_FLIGHT
 from services.learner.errors import TooManyNonFinite
@@ -75,9 +75,14 @@ class Update:
         for number, (storage, part) in enumerate(run.storages.parts()):
             end_ns = await self._rewrite(number, storage, part, applied, weights)
         metrics = step_metrics(scope.view, report)
-        await self._make_durable(metrics)
+        # A version is durable once every rank has saved it,
+        await self._meet()
+        if run.context.leads:
+            await self._make_durable(metrics)
         await weights.publish()
         run.published(self._version)
+        # and the step ends once it is readable on all of them.
+        await self._meet()
         scope.give_back(weights)
         return Made(metrics=metrics, span=replace(ready.span, end_ns=end_ns))
 
@@ -115,6 +120,12 @@ class Update:
             await scope.between_jobs(storage.park)
         return done.span.end_ns
 
+    async def _meet(self) -> None:
+        """Wait for the other ranks."""
+        tensor = self._run.context.tensor
+        if tensor is not None:
+            await self._scope.between_jobs(tensor.meet)
+
     def _expect(self, numbers: range) -> None:
         """Have spilled parts come back; those that are there stay."""
         for storage in self._run.storages.optimizer[numbers.start : numbers.stop]:
@@ -132,6 +143,7 @@ class Update:
                 learning_rate=learning_rate(
                     self._version - 1, run.context.recipe.training.steps, algorithm
                 ),
+                norm_of=global_norm if run.sharding is None else run.sharding.norm,
             )
         self._count_nonfinite(report)
         return report

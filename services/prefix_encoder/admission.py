@@ -19,16 +19,22 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from common.gpu.driver import device_uuid
 from common.step.schedule import ORDER, PREFILL_FROM_LEASE, TABLE, AccumulationOrder, Condition
 from common.step.tasks import Task
 from common.tensors.device import HOST
 from common.tensors.errors import ArenaFull
-from common.vlm.loading import text_config
+from common.vlm.loading import text_config, vision_config
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import local_kv_heads
 from common.vlm.prefix import packed_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from transformers import Qwen2_5_VLConfig
 
     from common.step.machine import Subject
     from common.step.view import GroupView, StepView
@@ -91,22 +97,35 @@ def kv_admission(context: RunContext, shape: ModelShape, *, spilled_bytes: int) 
 
     Args: spilled_bytes: of reference weights that leave the device behind the last score.
     """
-    recipe, config = context.recipe, shape.config
-    elements = math.prod(packed_shape(config, 1))
+    recipe, config, ranks = context.recipe, shape.config, context.degree
+    # Ranks of one arena: each has its key/value heads, and a copy of whatever is not split.
+    kv_heads = ranks * local_kv_heads(config_shape(config), ranks)
+    elements = math.prod(packed_shape(config, 1, kv_heads=kv_heads))
     on_gpu = context.device.type == "cuda"
     responses = recipe.rollout.samples_per_group * recipe.rollout.max_new_tokens
+    vision_bytes = ranks * text_config(config).hidden_size * context.dtype.itemsize
+    if ranks > 1:
+        vision_bytes += _pixel_bytes_per_token(config)
+    small_bytes = SMALL_BYTES + ranks * SMALL_BYTES_PER_TOKEN * responses
     sizes = LeaseSizes(
         kv_bytes_per_token=elements * context.dtype.itemsize,
         gradient_bytes_per_token=elements * context.accumulator_dtype.itemsize,
-        vision_bytes_per_token=text_config(config).hidden_size * context.dtype.itemsize,
+        vision_bytes_per_token=vision_bytes,
         small_bytes_per_token=0 if on_gpu else SMALL_BYTES_PER_TOKEN,
-        small_bytes=0 if on_gpu else SMALL_BYTES + SMALL_BYTES_PER_TOKEN * responses,
+        small_bytes=0 if on_gpu else small_bytes,
         page_bytes=GPU_PAGE_BYTES if on_gpu else HOST_PAGE_BYTES,
         longest_tokens=recipe.data.max_prompt_tokens,
     )
     device = device_uuid(context.device.index) if on_gpu else HOST
     places = recipe.rollout.max_slots // recipe.rollout.samples_per_group
     return Admission(sizes, device=device, decoding_groups=places, spilled_bytes=spilled_bytes)
+
+
+def _pixel_bytes_per_token(config: Qwen2_5_VLConfig) -> int:
+    """Of a prompt's pixels, in float32, for one token that they come to."""
+    vision = vision_config(config)
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return int(patch * vision.spatial_merge_size**2) * torch.float32.itemsize
 
 
 class Admission:

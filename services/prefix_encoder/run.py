@@ -72,7 +72,7 @@ class PrefixEncoderRun:
     def __init__(
         self,
         context: RunContext,
-        pool: SamplePool,
+        pool: SamplePool | None,
         *,
         policy: ModelShape,
         weights: Storage,
@@ -81,7 +81,7 @@ class PrefixEncoderRun:
         reference_weights: Storage | None,
     ) -> None:
         self.context = context
-        self.pool = pool
+        self._pool = pool
         self.shape = policy
         self.weights = weights
         self.gradients = gradients
@@ -100,7 +100,8 @@ class PrefixEncoderRun:
         )
         leaving_bytes = 0
         if reference is not None and reference_weights is not None and reference_weights.spillable:
-            leaving_bytes = spilled_bytes(context, policy.layout, reference.layout)
+            one_rank = spilled_bytes(context, policy.layout, reference.layout)
+            leaving_bytes = context.degree * one_rank
         self.admission = kv_admission(context, policy, spilled_bytes=leaving_bytes)
         self.graphs = PrefixGraphs(
             recipe.training.prefix_graphs,
@@ -108,47 +109,47 @@ class PrefixEncoderRun:
             memory=lambda: device_memory(context.device),
             give_back=torch.cuda.empty_cache,
         )
-        # The embeddings of a tower that trains are another update's.
-        left_out = {Task.AHEAD_VISION} if recipe.model.train_vision else set()
-        self.lanes = (
-            Lane(
-                name="data",
-                tasks=(Task.PREPARE, Task.AHEAD_PREPARE),
-                width=PREPARE_AHEAD * recipe.data.workers,
-            ),
-            Lane(
-                name="compute",
-                tasks=tuple(t for t in COMPUTE_ORDER if t not in left_out),
-                admits=self._admits,
-            ),
+        compute = Lane(
+            name="compute",
+            tasks=tuple(t for t in COMPUTE_ORDER if t not in self._left_out()),
+            collective=True,
+            admits=self._admits,
         )
+        data = Lane(
+            name="data",
+            tasks=(Task.PREPARE, Task.AHEAD_PREPARE),
+            width=PREPARE_AHEAD * recipe.data.workers,
+        )
+        self.lanes = (data, compute) if context.leads else (compute,)
+
+    def _left_out(self) -> frozenset[Task]:
+        if self.context.degree > 1:
+            # They are given up when the window closes, which ranks see at different moments.
+            return frozenset({Task.AHEAD_VISION, Task.AHEAD_REFERENCE})
+        # The embeddings of a tower that trains are another update's.
+        train_vision = self.context.recipe.model.train_vision
+        return frozenset({Task.AHEAD_VISION}) if train_vision else frozenset()
 
     @classmethod
     async def create(cls, context: RunContext) -> PrefixEncoderRun:
-        """Attach to the storages, start the data workers."""
+        """Attach to the storages; rank 0 starts the data workers."""
         recipe, broker = context.recipe, context.broker
         weights = await broker.open_storage(
-            context.run_id, POLICY_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+            context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
         )
         gradients = await broker.open_storage(
-            context.run_id, POLICY_GRADIENTS, timeout_s=OPEN_TIMEOUT_S
+            context.run_id, context.storage_name(POLICY_GRADIENTS), timeout_s=OPEN_TIMEOUT_S
         )
         reference = reference_weights = None
         if recipe.needs_reference:
             reference = reference_shape(context)
             reference_weights = await broker.open_storage(
-                context.run_id, REFERENCE_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+                context.run_id, context.storage_name(REFERENCE_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
             )
-        source = SampleSource.from_config(
-            str(recipe.model.path),
-            recipe.data,
-            bfloat16_pixels=context.dtype is torch.bfloat16,
-        )
-        pool = SamplePool(
-            source, workers=recipe.data.workers, cache_bytes=recipe.data.cache_mib << 20
-        )
+        pool = _sample_pool(context) if context.leads else None
         try:
-            await pool.start()
+            if pool is not None:
+                await pool.start()
             return cls(
                 context,
                 pool,
@@ -159,7 +160,8 @@ class PrefixEncoderRun:
                 reference_weights=reference_weights,
             )
         except BaseException:
-            await pool.close()
+            if pool is not None:
+                await pool.close()
             raise
 
     async def prepare(self) -> Prepared:
@@ -183,6 +185,12 @@ class PrefixEncoderRun:
     def _keeps_graph(self, tokens: int) -> bool:
         kept = 0 if self._step is None else self._step.kept_graphs
         return self.graphs.may_keep(tokens, kept=kept)
+
+    @property
+    def pool(self) -> SamplePool:
+        """The data workers, which rank 0 alone has."""
+        assert self._pool is not None
+        return self._pool
 
     async def load(self, sample: PreparedSample) -> LoadedPrompt:
         """Copy a sample's prompt to the device."""
@@ -222,7 +230,9 @@ class PrefixEncoderRun:
             return False
         mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
         theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
-        return all(torch.equal(mine[name], theirs[name]) for name in names)
+        equal = all(torch.equal(mine[name], theirs[name]) for name in names)
+        tensor = self.context.tensor
+        return equal if tensor is None else tensor.all_true(equal)
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, and the reference's where the run has one."""
@@ -239,7 +249,16 @@ class PrefixEncoderRun:
     async def close(self) -> None:
         """Stop the data workers, drop the mappings and what was kept for the next step."""
         self.ahead.clear()
-        await self.pool.close()
+        if self._pool is not None:
+            await self._pool.close()
         for storage in (self.weights, self.gradients, self.reference_weights):
             if storage is not None:
                 storage.close()
+
+
+def _sample_pool(context: RunContext) -> SamplePool:
+    data = context.recipe.data
+    source = SampleSource.from_config(
+        str(context.recipe.model.path), data, bfloat16_pixels=context.dtype is torch.bfloat16
+    )
+    return SamplePool(source, workers=data.workers, cache_bytes=data.cache_mib << 20)

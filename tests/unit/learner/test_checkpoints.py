@@ -27,7 +27,7 @@ class Whole(CheckpointStore):
         if file is not None:
             for part in self._state.parts:
                 file.write(part)
-        return self.commit(version, keep=keep)
+        return self.commit(version, file, keep=keep)
 
     def load(self, folder):
         self.load_weights(folder)

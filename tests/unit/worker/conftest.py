@@ -222,8 +222,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def running(broker: Broker, script: Script) -> AsyncIterator[Worker]:
-    actor = WorkerActor(ENCODER, Incarnation("unit"), broker.deployment, None, script, CPU)
+async def running(broker: Broker, script: Script, *, ranks: int = 1) -> AsyncIterator[Worker]:
+    deployment = broker.deployment.model_copy(update={"train_tp": ranks, "rollout_tp": ranks})
+    actor = WorkerActor(ENCODER, Incarnation("unit"), deployment, None, script, CPU)
     worker = Worker(actor, script, broker)
     worker.life = asyncio.create_task(actor.run())
     try:
