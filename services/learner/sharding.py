@@ -29,7 +29,7 @@ class Sharding:
     Attributes:
         whole: layout of the model without tensor parallelism.
         leads: whether this rank gets what is gathered.
-        norm: of the gradients of all ranks, for `apply_update`.
+        norm: of the gradients of all ranks, for `ready_gradients`.
     """
 
     def __init__(self, shape: ModelShape, mesh: DeviceMesh) -> None:
