@@ -50,7 +50,7 @@ class FlatAdamW:
     """AdamW on at most two flat parameters whose moments lie in storage that is given.
 
     Cheap to make: it allocates nothing of size P, so every update may make its own. It keeps
-    views of the slices, so the storage has to outlive it. It checks no values; `apply_update`
+    views of the slices, so the storage has to outlive it. It checks no values; `ready_gradients`
     keeps gradients that are not finite away from it.
 
     Args:

@@ -45,7 +45,7 @@ def put_shard(whole: Tensor, part: Shard, values: Tensor) -> None:
 class GlobalNorm:
     """The norm of all gradients of all ranks, each distinct element counted once.
 
-    For `common.rl.optimizer.apply_update`; the same number on every rank.
+    For `common.rl.optimizer.ready_gradients`; the same number on every rank.
     """
 
     def __init__(self, layout: WeightLayout, parts: Mapping[str, Shard], mesh: DeviceMesh) -> None:
