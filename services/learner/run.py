@@ -47,7 +47,10 @@ class LearnerRun:
         self.storages = storages
         self.model = shared_model(context, shape, storages.weights, storages.gradients)
         self.shadow = HostShadow(
-            context.run_dir / "shadow", storages.state, rank=context.participant.rank
+            context.run_dir / "shadow",
+            storages.state,
+            rank=context.participant.rank,
+            degree=context.degree,
         )
         self.sharding = Sharding.of(context, shape)
         self.checkpoints = CheckpointStore(

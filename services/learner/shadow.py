@@ -1,11 +1,11 @@
-"""The host shadow: masters and moments outside the broker's lifetime, in two slots.
+"""The host shadow: masters and moments outside the broker's lifetime, two versions of them.
 
-An update writes the slot that the durable record does not name, part by part, then the record is
-committed. So whenever a process dies, the slot that the record names is whole. The slots are files
-of the run's folder; what protects them is the kernel's page cache, as a process's death does not
-touch it.
+An update writes a draft, which gets its version's name when it is whole; then the durable record is
+committed. So whenever a process dies, what the record names is whole or gone, and never another
+version. The slots are files of the run's folder; what protects them is the kernel's page cache, as
+a process's death does not touch it.
 
-Shapes: Et trainable elements.
+Shapes: Et trainable elements of this rank.
 """
 
 from __future__ import annotations
@@ -15,44 +15,66 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import NotFound
+from common.ids import WeightsVersion
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from common.ids import WeightsVersion
     from services.learner.training_state import StatePart, TrainingState
-
-SLOTS = 2
 
 
 class HostShadow:
-    """The two slots of one rank."""
+    """The slots of one rank."""
 
-    def __init__(self, folder: Path, state: TrainingState, *, rank: int) -> None:
+    def __init__(self, folder: Path, state: TrainingState, *, rank: int, degree: int = 1) -> None:
         self._folder = folder
         self._elements = state.layout.trainable_elements
         self._dtype = state.dtype
-        self._rank = rank
+        self._degree = degree
+        self._prefix = f"rank{rank}of{degree}-"
+        self._draft = f"{self._prefix}draft"
 
     def slot_name(self, version: WeightsVersion) -> str:
-        """The slot that this version is written to."""
-        return f"rank{self._rank}-slot{version % SLOTS}"
+        """The slot of a version."""
+        return f"{self._prefix}v{version}"
 
-    def save(self, version: WeightsVersion, part: StatePart) -> None:
-        """Write masters and moments of a part into the version's slot."""
+    def begin(self, version: WeightsVersion) -> None:
+        """Prepare the draft of a version; of older ones only the one before it stays.
+
+        The draft takes over the file of an older version: its pages are there already.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        slot = self._map(self.slot_name(version), create=True)
-        slot[0, part.elements].copy_(part.masters)
-        slot[1:, part.elements].copy_(part.moments)
+        draft = self._folder / self._draft
+        kept = self._folder / self.slot_name(WeightsVersion(version - 1))
+        for path in sorted(self._folder.glob("rank*of*-*")):
+            if f"of{self._degree}-" not in path.name:
+                path.unlink(missing_ok=True)  # of another degree, in which nobody saves now
+            elif not path.name.startswith(self._prefix) or path in (draft, kept):
+                continue
+            elif draft.exists():
+                path.unlink()
+            else:
+                path.rename(draft)
+        if draft.exists() and draft.stat().st_size != self._size_bytes:
+            draft.unlink()
+
+    def save(self, part: StatePart) -> None:
+        """Write masters and moments of a part into the draft."""
+        draft = self._map(self._draft, create=True)
+        draft[0, part.elements].copy_(part.masters)
+        draft[1:, part.elements].copy_(part.moments)
+
+    def finish(self, version: WeightsVersion) -> None:
+        """The draft has all parts: it is the version's slot from now on."""
+        (self._folder / self._draft).rename(self._folder / self.slot_name(version))
 
     def check(self, name: str) -> None:
         """Raises: NotFound if the slot is gone or has another size."""
         path = self._folder / name
-        size = 3 * self._elements * self._dtype.itemsize
-        if not path.is_file() or path.stat().st_size != size:
+        if not path.is_file() or path.stat().st_size != self._size_bytes:
             raise NotFound(
-                f"host shadow {path} is missing or is not {size} bytes; the run goes back to its "
-                "newest checkpoint",
+                f"host shadow {path} is missing or is not {self._size_bytes} bytes; the run goes "
+                "back to its newest checkpoint",
                 path=str(path),
             )
 
@@ -66,6 +88,10 @@ class HostShadow:
         part.masters.copy_(slot[0, part.elements])
         part.moments.copy_(slot[1:, part.elements])
         part.cast()
+
+    @property
+    def _size_bytes(self) -> int:
+        return 3 * self._elements * self._dtype.itemsize
 
     def _map(self, name: str, *, create: bool) -> torch.Tensor:
         """[3, Et]: masters, first and second moments."""

@@ -75,10 +75,14 @@ class Update:
         for number, (storage, part) in enumerate(run.storages.parts()):
             end_ns = await self._rewrite(number, storage, part, applied, weights)
         metrics = step_metrics(scope.view, report)
+        if run.context.recipe.training.host_shadow:
+            await scope.between_jobs(partial(run.shadow.finish, self._version))
         # A version is durable once every rank has saved it,
         await self._meet()
         if run.context.leads:
             await self._make_durable(metrics)
+        # is published once it is durable,
+        await self._meet()
         await weights.publish()
         run.published(self._version)
         # and the step ends once it is readable on all of them.
@@ -96,6 +100,7 @@ class Update:
     ) -> int:
         """Make one part's new version and let it go. Returns: when its job ended, in ns."""
         run, scope = self._run, self._scope
+        shadowed = run.context.recipe.training.host_shadow
         rewriting = await scope.write(storage, self._version, timeout_s=self._timeout_s)
         self._expect(range(number + 1, number + 1 + COMING))
 
@@ -110,8 +115,10 @@ class Update:
                     learning_rate=applied.learning_rate,
                     config=run.context.recipe.algorithm,
                 )
-            if run.context.recipe.training.host_shadow:
-                run.shadow.save(self._version, part)
+            if shadowed and number == 0:
+                run.shadow.begin(self._version)
+            if shadowed:
+                run.shadow.save(part)
 
         done = await scope.run(Task.UPDATE, apply)
         await rewriting.publish()

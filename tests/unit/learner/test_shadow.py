@@ -14,8 +14,10 @@ from tests.unit.learner.conftest import masters_of, moments_of
 def save(folder, state, version):
     """All parts. Returns: the slot's name."""
     shadow = HostShadow(folder, state, rank=0)
+    shadow.begin(WeightsVersion(version))
     for part in state.parts:
-        shadow.save(WeightsVersion(version), part)
+        shadow.save(part)
+    shadow.finish(WeightsVersion(version))
     return shadow.slot_name(WeightsVersion(version))
 
 
@@ -67,9 +69,46 @@ def test_restoring_does_not_change_the_slot(tmp_path, make_state):
 def test_a_lost_or_cut_slot_is_named(tmp_path, make_state):
     state = make_state()
     shadow = HostShadow(tmp_path, state, rank=0)
-    with pytest.raises(NotFound, match="rank0-slot1"):
-        restore(tmp_path, state, "rank0-slot1")
+    with pytest.raises(NotFound, match="rank0of1-v1"):
+        restore(tmp_path, state, "rank0of1-v1")
     path = tmp_path / save(tmp_path, state, 1)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(NotFound, match="bytes"):
-        shadow.check("rank0-slot1")
+        shadow.check("rank0of1-v1")
+
+
+def test_a_version_that_was_not_finished_is_none(tmp_path, make_state):
+    state = make_state(seed=1, parts=2)
+    first = save(tmp_path, state, 3)
+    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow.begin(WeightsVersion(4))
+    shadow.save(state.parts[0])
+    with pytest.raises(NotFound):
+        shadow.check(shadow.slot_name(WeightsVersion(4)))
+    shadow.check(first)
+    # What comes next takes the draft over.
+    save(tmp_path, state, 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0of1-v3", "rank0of1-v4"}
+
+
+def test_a_version_of_a_later_past_does_not_come_back(tmp_path, make_state):
+    state = make_state(seed=1, parts=2)
+    later = save(tmp_path, state, 8)
+    # The run has gone back to a checkpoint of version 5.
+    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow.begin(WeightsVersion(6))
+    with pytest.raises(NotFound):
+        shadow.check(later)
+
+
+def test_slots_of_another_number_of_ranks_make_room(tmp_path, make_state):
+    whole, half = make_state(seed=1, parts=2), make_state(seed=2, parts=1)
+    save(tmp_path, whole, 1)
+    shadow = HostShadow(tmp_path, half, rank=0, degree=2)
+    for version in (2, 3):
+        shadow.begin(WeightsVersion(version))
+        shadow.save(half.parts[0])
+        shadow.finish(WeightsVersion(version))
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0of2-v2", "rank0of2-v3"}
+    for name in ("rank0of2-v2", "rank0of2-v3"):
+        shadow.restore(name, half.parts[0])
