@@ -34,10 +34,21 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
+    reserved = reserved_bytes(device)
     most = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return DeviceMemory(
-        allocated=torch.cuda.memory_allocated(device),
+        allocated=_statistic(device, "allocated_bytes"),
         reserved=reserved,
         free=max(0, min(free, most - reserved)),
     )
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """What torch's allocator has of a device, in use or not; 0 of a CPU."""
+    return _statistic(device, "reserved_bytes") if device.type == "cuda" else 0
+
+
+def _statistic(device: torch.device, name: str) -> int:
+    # `memory_reserved` and the like flatten and sort all statistics first.
+    statistics = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    return int(statistics[name]["all"]["current"]) if statistics else 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import torch
-
 from common.tensors.spec import Held
+from common.worker.device_memory import reserved_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
     from common.tensors.client import BrokerClient
     from common.worker.device import WorkerDevice
 
+BETWEEN_JOBS_BYTES = 256 << 20
+"""That an allocator may have beyond the budget: for copies of prompts between two jobs."""
 STEP_BYTES = 64 << 20
 STEP_SHARE = 0.01
 """A change is told once it is larger than one of the two, the latter of what was told last."""
@@ -41,8 +42,6 @@ class OwnMemory:
         self._reserved = reserved or (lambda: reserved_bytes(device.torch))
         self._lock = threading.Lock()
         self._told_bytes = 0
-        self.most_bytes: int | None = None
-        """What the allocator may have of the device by the node's budget; None: all of it."""
         if device.context_bytes:
             broker.report_held(Held.CONTEXT, device.context_bytes)
         self.look()
@@ -67,19 +66,9 @@ class OwnMemory:
         left_bytes = await self._broker.room_beside(Held.ALLOCATOR, now_bytes)
         with self._lock:
             self._told_bytes = now_bytes
-        self.most_bytes = now_bytes + left_bytes
-        self._device.limit(self.most_bytes)
+        self._device.limit(now_bytes + left_bytes + BETWEEN_JOBS_BYTES)
 
     def give_back(self) -> None:
         """Return what is cached and not in use to the device, and tell."""
         self._device.give_back()
         self.look()
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """What torch's allocator has of a device, in use or not; 0 of a CPU."""
-    if device.type != "cuda":
-        return 0
-    # `memory_reserved` flattens and sorts all statistics first, for every job.
-    statistics = torch.cuda.memory.memory_stats_as_nested_dict(device)
-    return int(statistics["reserved_bytes"]["all"]["current"]) if statistics else 0

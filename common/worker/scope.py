@@ -139,12 +139,16 @@ class StepScope:
         Raises: StepOver if the epoch ends before it starts.
         """
         governor = self._governor
-        if self._own_memory is not None:
-            await self._own_memory.keep_to_budget()
         if governor is None or not governor.decoding:
+            await self._keep_to_budget()
             return await self._computed(task, job, work, beside=False)
         async with self.exclusive(governor.token.storage):
+            await self._keep_to_budget()
             return await self._computed(task, job, work, beside=True)
+
+    async def _keep_to_budget(self) -> None:
+        if self._own_memory is not None:
+            await self._own_memory.keep_to_budget()
 
     async def _computed(
         self, task: Task, job: Callable[[], T], work: float, *, beside: bool

@@ -164,6 +164,11 @@ class Spilling:
             if self._waits(storage):
                 assert storage.starved or not self._fits(storage)
 
+    def awaited_bytes(self, device: str) -> int:
+        """Of a device, what comes back as soon as there is room: somebody cannot go on before."""
+        mine = (s for s in self._storages.values() if s.device == device)
+        return sum(storage.size_bytes for storage in mine if self._awaited(storage))
+
     def _wanted(self, storage: Storage) -> bool:
         """Of those who only expect it nobody is kept from work that they may wait for."""
         if self._demanded(storage):

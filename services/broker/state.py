@@ -346,7 +346,8 @@ class BrokerState:
         self._held.put(participant, event.name, event.size_bytes)
         if event.origin.request:
             room = self._rooms.place(participant, Placement.DEVICE)
-            self._outbox.add(ReplyRoom(origin=event.origin, free_bytes=room.left_bytes))
+            left_bytes = room.left_bytes - self._storages.awaited_bytes(room.device)
+            self._outbox.add(ReplyRoom(origin=event.origin, free_bytes=max(0, left_bytes)))
 
     @_apply.register
     def _(self, event: events.CancelRequest) -> None:

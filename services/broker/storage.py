@@ -93,6 +93,10 @@ class StorageBook:
         needed_bytes += sum(in_flight_bytes(sizes) for sizes in wholes.values())
         return needed_bytes - sum(s.size_bytes for s in mine if s.on_device)
 
+    def awaited_bytes(self, device: str) -> int:
+        """Of a device, what spilled storages take that somebody waits for."""
+        return self._spilling.awaited_bytes(device)
+
     def deadlines(self) -> list[int]:
         """When waiting requests have to be refused, and spilled storages looked at again."""
         waiting = [w.deadline_ns for storage in self._storages.values() for w in storage.waiting]

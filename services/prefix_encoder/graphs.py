@@ -36,7 +36,7 @@ class Encoded(Generic[T]):
 
 
 class PrefixGraphs:
-    """Decides for one prefix after the other. For the compute thread, but for `begin_step`."""
+    """Decides for one prefix after the other. `forward` is for the compute thread."""
 
     def __init__(
         self,

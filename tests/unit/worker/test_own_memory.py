@@ -9,7 +9,8 @@ import torch
 from common.ids import Participant, Service
 from common.tensors.spec import Held
 from common.worker.device import WorkerDevice
-from common.worker.own_memory import STEP_BYTES, OwnMemory, reserved_bytes
+from common.worker.device_memory import reserved_bytes
+from common.worker.own_memory import BETWEEN_JOBS_BYTES, STEP_BYTES, OwnMemory
 from tests.unit.worker.conftest import CPU, ENCODER, RUN
 
 MIB = 1 << 20
@@ -88,12 +89,12 @@ async def test_a_budget_limits_the_allocator(broker, monkeypatch):
     own = OwnMemory(client, budgeted, reserved=allocator)
     await own.keep_to_budget()
     (arena,) = (await broker.ledger()).arenas
-    assert limits == [arena.capacity_bytes]
+    assert limits == [arena.capacity_bytes + BETWEEN_JOBS_BYTES]
     other.report_held(Held.ALLOCATOR, 10 * MIB)
     await broker.held(18 * MIB)
     allocator.size_bytes = 4 * MIB
     await own.keep_to_budget()
-    assert limits[1:] == [arena.capacity_bytes - 10 * MIB]
+    assert limits[1:] == [arena.capacity_bytes - 10 * MIB + BETWEEN_JOBS_BYTES]
     assert await rows(broker) == {
         ("prefix-encoder/0", "allocator"): 4 * MIB,
         ("rollout/0", "allocator"): 10 * MIB,
