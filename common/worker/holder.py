@@ -84,6 +84,7 @@ class RunHolder:
                 broker=self.link.broker,
                 ledger=self._ledger,
                 resume_from=ask.resume_from,
+                engine_python=self._deployment.engine_python,
                 governed=self._deployment.governed,
             )
             if self.context.governed and self._participant.service in BACKGROUND:
