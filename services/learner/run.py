@@ -50,6 +50,7 @@ class LearnerRun:
     """One run in this process."""
 
     keeps_cache = False
+    trouble = ""
     lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN)),)
 
     def __init__(

@@ -101,7 +101,11 @@ class Policy:
             layout=layout or self.layout,
             flat=self.flat,
             tensor=_FLAT,
-            shared=self.shared if table.weights == "alias" else None,
+            shared=(
+                replace(self.shared, descriptor=os.dup(self.shared.descriptor))
+                if table.weights == "alias"
+                else None
+            ),
             bucket_bytes=1 << 16,
         )
         return SglangEngine(python, table, settings, weights, folder=folder, kv_bytes=0)

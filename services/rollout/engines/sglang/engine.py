@@ -76,7 +76,10 @@ class SglangEngine:
         self._groups: dict[GroupId, SampledGroup] = {}
         self._iterations = 0
         self._heard_s = 0.0
+        self._closed = False
         self.aliased_bytes = self.copied_bytes = 0
+        self.cached_tokens = 0
+        """Prompt tokens of the step's responses that were not computed anew, added up."""
 
     # ---------------------------------------------------------------- processes
 
@@ -105,7 +108,7 @@ class SglangEngine:
         """
         if self.running:
             return
-        self.close()
+        self._end()
         body, descriptors = self._weights.offer()
         settings = asdict(self._settings)
         settings["model_path"] = str(engine_folder(self._folder, self._settings.model_path))
@@ -125,6 +128,12 @@ class SglangEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self._end()
+        if not self._closed:
+            self._closed = True
+            self._weights.close()
+
+    def _end(self) -> None:
         if self._host is not None:
             self._host.stop()
             self._host = None
@@ -174,7 +183,7 @@ class SglangEngine:
         self._take_weights(spec.weights_version)
         self._spec = spec
         self._order = AdmissionOrder(spec.groups)
-        self._iterations = 0
+        self._iterations = self.cached_tokens = 0
 
     def add_group(self, request: GroupRequest) -> None:
         """See `Engine.add_group`.
@@ -312,7 +321,9 @@ class SglangEngine:
             return 0  # it was dropped meanwhile
         if frame.kind == messages.BROKE:
             raise group.broke(frame.body["message"])
-        group.add(SampledResponse.of(frame))
+        response = SampledResponse.of(frame)
+        group.add(response)
+        self.cached_tokens += response.cached_tokens
         return 0
 
     def _collect(self) -> tuple[FinishedGroup, ...]:

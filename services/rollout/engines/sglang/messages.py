@@ -1,7 +1,8 @@
 """What the rollout service and the engine's host say to each other.
 
 The service asks one thing at a time and waits for the answer to it, `DONE` or `FAILED`; `DECODE`
-and `DROP` have no answer. Between answers the host reports on what decodes: `PROGRESS` and `SAMPLED`.
+and `DROP` have no answer. Between answers the host reports on what decodes: `PROGRESS`, `SAMPLED`
+and `BROKE`.
 
 Shapes: P+1 prompt tokens, V vision tokens, h hidden width, T tokens of one response.
 """

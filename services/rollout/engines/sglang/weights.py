@@ -5,6 +5,7 @@ Shapes: E = `total_elements` of the layout.
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,11 @@ class OfferedWeights:
         )
         body = {"layout": self.layout.to_json(), "memory": asdict(memory)}
         return body, (self.shared.descriptor,)
+
+    def close(self) -> None:
+        """Close the descriptor. Once."""
+        if self.shared is not None:
+            os.close(self.shared.descriptor)
 
     def buckets(self) -> Iterator[Frame]:
         """All weights by their names in a checkpoint; a tensor may be larger than a bucket."""
