@@ -37,7 +37,7 @@ def engine_python(request: pytest.FixtureRequest) -> Path:
     """Interpreter that has SGLang; its processes find the stand-ins of what a CPU lacks."""
     path = Path(request.config.getoption("--sglang-python")).absolute()
     if not path.exists():
-        pytest.fail(f"--sglang-python {path}: no interpreter; see tests/sglang/environment.sh")
+        pytest.fail(f"--sglang-python {path}: no interpreter; make test-sglang installs one")
     return path
 
 

@@ -40,6 +40,11 @@ def group_of(host: int) -> set[int]:
     return {pid for pid in psutil.pids() if _group(pid) == host}
 
 
+def wait_for_ever(engine) -> None:
+    while True:
+        engine.run_iteration()
+
+
 def _group(pid: int) -> int:
     try:
         return os.getpgid(pid)
@@ -71,8 +76,7 @@ def test_a_silent_engine_is_ended_and_started_again(folder, engine_python, tmp_p
             engine.admit_next()
             os.killpg(engine.pid, signal.SIGSTOP)
             with pytest.raises(EngineGone, match="no token within"):
-                while True:
-                    engine.run_iteration()
+                wait_for_ever(engine)
             assert asyncio.run(gone(processes, within_s=GONE_S)) == set()
             assert "have ended" in engine.trouble
             engine.abort()

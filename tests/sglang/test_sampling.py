@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -124,11 +126,10 @@ def test_placeholders_need_embeddings(aliased):
     engine, policy = aliased.engine, aliased.policy
     prompt = tiny_prompt(policy.config, seed=7, images=[(1, 4, 4)])
     request = policy.request(0, prompt)
+    torn = replace(request, vision=request.vision[1:])
     engine.begin_step(policy.spec())
     try:
         with pytest.raises(GroupRequestInvalid, match="4 placeholders for 3"):
-            engine.add_group(
-                type(request)(group=0, prompt=request.prompt, vision=request.vision[1:])
-            )
+            engine.add_group(torn)
     finally:
         engine.abort()

@@ -67,7 +67,7 @@ def test_a_weight_that_nobody_takes_is_named(folder, engine_python, tmp_path):
         layout = renamed(policy.layout, old, "model.language_model.other.weight")
         engine = policy.engine(engine_python, tmp_path, layout=layout)
         try:
-            with pytest.raises(EngineRefused, match="MissingWeight.*language_model.norm.weight"):
+            with pytest.raises(EngineRefused, match=r"MissingWeight.*language_model\.norm\.weight"):
                 engine.prepare()
             assert not engine.running
         finally:

@@ -51,3 +51,10 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
 def test_values_that_contradict_each_other_are_refused(tables, words):
     with pytest.raises(ConfigError, match=words):
         _recipe(**tables)
+
+
+def test_the_bound_is_that_of_an_engine_with_its_own_passes():
+    assert _recipe().rollout.logprob_bound is None
+    assert _recipe(rollout={"engine": "sglang"}).rollout.logprob_bound == 0.1
+    table = {"engine": "sglang", "sglang": {"logprob_bound": 0.02}}
+    assert _recipe(rollout=table).rollout.logprob_bound == 0.02

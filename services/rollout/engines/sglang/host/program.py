@@ -40,10 +40,10 @@ def run(channel_descriptor: int, life_descriptor: int) -> None:
     )
     with handshake as weights:
         os.environ.update(engine_environment(settings, weights.address))
-        # SGLang reads the environment when it is imported
-        from sglang.srt.entrypoints.engine import Engine
-
         try:
+            # SGLang reads the environment when it is imported
+            from sglang.srt.entrypoints.engine import Engine
+
             engine = Engine(**engine_arguments(settings))
         except BaseException as error:
             if weights.answer is None or weights.answer.kind != FAILED:
