@@ -28,7 +28,7 @@ class SglangConfig(FrozenConfig):
     logprob_bound: float = Field(default=0.1, gt=0)
     """Largest difference between the engine's and the trainer's log-probability of a token at the
     first step's gate; a run that passes it is refused."""
-    start_s: float = Field(default=600.0, gt=0)
+    start_s: float = Field(default=240.0, gt=0)
     """From the start of the engine's processes to their first answer, in seconds."""
     deadline_s: float = Field(default=120.0, gt=0)
     """Longest silence of the engine while it decodes or is asked something, in seconds; its

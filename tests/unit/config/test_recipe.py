@@ -39,6 +39,19 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
         ({"training": {"prefix_graphs": "some"}}, "'auto' or 'all'"),
         ({"rollout": {"max_slots": 3}}, "cannot hold one group"),
         ({"training": {"share_prefix": False}}, 'schedule = "serial" only'),
+        ({"rollout": {"sglang": {}}}, "a table sglang with engine = 'native'"),
+        (
+            {"rollout": {"engine": "sglang"}, "training": {"schedule": "fused"}},
+            "training.schedule = 'fused' with rollout.engine",
+        ),
+        (
+            {"rollout": {"engine": "sglang"}, "training": {"replay_from": "runs/old"}},
+            "training.replay_from = 'runs/old' with rollout.engine",
+        ),
+        (
+            {"rollout": {"engine": "sglang"}, "model": {"dtype": "float64"}},
+            "model.dtype = 'float64' with rollout.engine",
+        ),
         (
             {
                 "training": {"share_prefix": False, "schedule": "serial"},

@@ -1,4 +1,4 @@
-"""The gate between an engine's log-probabilities and the trainer's, with an engine of this project."""
+"""The gate between an engine's log-probabilities and the trainer's, with the native engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_engine_on_the_same_weights_passes():
 
 def test_an_engine_on_other_weights_is_refused():
     engine = NativeEngine(model(1), max_slots=4)
-    with pytest.raises(LogprobGateFailed, match="text .* image .* video") as refused:
+    with pytest.raises(LogprobGateFailed, match=r"text .* image .* video") as refused:
         logprob_gate(engine, model(0), step(), bound=BOUND)
     assert refused.value.data["bound"] == BOUND
     assert engine.finished

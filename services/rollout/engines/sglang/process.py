@@ -33,7 +33,7 @@ _PROGRAM = (
     "run(int(sys.argv[2]), int(sys.argv[3]))"
 )
 """The project's folder comes last: it may have packages of another environment beside it."""
-_STOP_S = 20.0
+_STOP_S = 5.0
 
 
 class EngineHost:
