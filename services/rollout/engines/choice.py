@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from common.worker.weights import ModelShape
     from services.rollout.engines.protocol import Engine
 
-KV_RESERVATION = "rollout.sglang_kv"
-"""What the ledger calls SGLang's places for keys and values."""
+RESERVATION = "rollout.sglang"
+"""What the ledger calls SGLang's places for keys and values, and weights of its own."""
 _SPARE_TOKENS = 16
 """That SGLang keeps free of each sequence, and more."""
 
@@ -44,7 +44,7 @@ async def make_engine(
     Args:
         weights: the policy's storage.
         model: bound to it.
-    Raises: ArenaFull if there is no room for SGLang's keys and values; LeaseMisuse if the policy's
+    Raises: ArenaFull if there is no room for what SGLang will keep; LeaseMisuse if the policy's
         memory cannot be mapped by its processes.
     """
     recipe = context.recipe
@@ -59,8 +59,11 @@ async def make_engine(
     settings = _settings(context, config)
     token_bytes = 2 * text.num_key_value_heads * head_dim(shape.config) * context.dtype.itemsize
     kv_bytes = settings.kv_tokens * text.num_hidden_layers * token_bytes
-    await context.broker.reserve(context.run_id, KV_RESERVATION, kv_bytes)
     shared = None
+    own_bytes = kv_bytes
+    if config.weights == "copy":
+        own_bytes += shape.layout.total_elements * context.dtype.itemsize
+    await context.broker.reserve(context.run_id, RESERVATION, own_bytes)
     if config.weights == "alias":
         shared = await context.broker.share_storage(context.run_id, POLICY_WEIGHTS)
     return SglangEngine(
