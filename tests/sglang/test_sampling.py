@@ -105,6 +105,10 @@ def test_a_dropped_group_does_not_come(aliased):
     while not engine.finished:
         finished += engine.run_iteration().finished
     assert sorted(each.group for each in finished) == [0, 2]
+    # a group of that number in the next step is another one
+    requests = [policy.request(group, prompt) for group, prompt in enumerate(prompts)]
+    finished = run_step(engine, policy.spec(groups=3), requests)
+    assert [each.group for each in finished] == [0, 1, 2]
 
 
 def test_an_aborted_step_leaves_nothing_behind(aliased):

@@ -81,13 +81,14 @@ class Serving:
 
     async def _answer(self, frame: Frame) -> None:
         try:
-            if frame.kind == ABORT:
-                await self._sampler.abort()
-            elif frame.kind == LOAD:
+            # all of it comes between steps: what is left is of groups that were dropped
+            await self._sampler.abort()
+            if frame.kind == LOAD:
                 await self._load(frame)
-            else:
-                assert frame.kind == REFRESH
+            elif frame.kind == REFRESH:
                 await self._refresh(frame.body["version"])
+            else:
+                assert frame.kind == ABORT
         except Exception as error:  # noqa: BLE001 - the service raises it
             body = {"message": f"{type(error).__name__}: {error}"}
             self._report(Frame(kind=FAILED, body=body))
