@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,9 @@ class EngineHost:
     @property
     def running(self) -> bool:
         """Whether the host has not ended."""
-        return not self._stopped and self._process.poll() is None
+        # not reaped before its group is killed: the group's number is no other's until then
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return not self._stopped and os.waitid(os.P_PID, self.pid, how) is None
 
     def ask(
         self,
@@ -126,9 +129,11 @@ class EngineHost:
         """End the engine in order, or by force if it does not end in time. Idempotent."""
         if self._stopped:
             return
-        with contextlib.suppress(ChannelClosed, TimeoutError, subprocess.TimeoutExpired):
+        with contextlib.suppress(ChannelClosed, TimeoutError):
             send(self._channel, Frame(kind=STOP))
-            self._process.wait(_STOP_S)
+            give_up_s = time.monotonic() + _STOP_S
+            while has_frame(self._channel, within_s=max(0.0, give_up_s - time.monotonic())):
+                receive(self._channel)
         self.kill()
 
     def kill(self) -> None:
