@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
+    add("--resident", action="store_true", help="the optimizer's state stays on the device")
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
@@ -117,7 +118,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
                     prefix_graphs=graphs_option(options.graphs),
-                    spill_optimizer="auto",
+                    spill_optimizer=False if options.resident else "auto",
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
@@ -212,6 +213,7 @@ def _report(
         "prefix_graphs": options.graphs,
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
+        "resident": options.resident,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
@@ -225,7 +227,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         gpu=options.gpu,
         graphs=graphs_option(options.graphs),
         # what "auto" is
-        spill_optimizer=options.device == "cuda",
+        spill_optimizer=options.device == "cuda" and not options.resident,
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
     )

@@ -16,7 +16,7 @@ from protos.rollplex.v1 import broker_pb2, broker_pb2_grpc, control_pb2_grpc
 from protos.rollplex.v1 import control_pb2 as pb
 from rollplex.conversion import cluster_from_proto, run_from_proto, update_from_proto
 from rollplex.ledger import ledger_from_proto
-from rollplex.models import Checkpoint, Cluster, Run, RunState, RunUpdate
+from rollplex.models import Checkpoint, Cluster, Run, RunUpdate
 from rollplex.recipes import absolute_paths, load_recipe
 from rollplex.weights import read_weights
 
@@ -139,6 +139,16 @@ class Client:
         reply = await self._stub.ListRuns(pb.ListRunsRequest())
         return [run_from_proto(run) for run in reply.runs]
 
+    async def run_at_work(self) -> Run:
+        """The one run that services have: it is configured, makes steps, or is paused.
+
+        Raises: FailedPrecondition if there is none.
+        """
+        for run in await self.list_runs():
+            if run.state.at_work:
+                return run
+        raise FailedPrecondition("no run is at work; `rollplex run` starts one")
+
     async def watch_run(
         self, run_id: str, *, patience: timedelta = timedelta(seconds=60)
     ) -> AsyncIterator[RunUpdate]:
@@ -237,7 +247,7 @@ class Client:
         """
         tries = _STALE_TRIES
         while True:
-            run = await self._run_at_work() if run_id is None else await self.get_run(run_id)
+            run = await self.run_at_work() if run_id is None else await self.get_run(run_id)
             try:
                 return await read_weights(
                     await self.cluster(),
@@ -249,12 +259,6 @@ class Client:
                 tries -= 1
                 if not tries:
                     raise
-
-    async def _run_at_work(self) -> Run:
-        for run in await self.list_runs():
-            if run.state in (RunState.RUNNING, RunState.PAUSED):
-                return run
-        raise FailedPrecondition("no run is at work; weights are there while one runs or is paused")
 
     async def _broker_address(self) -> str:
         cluster = await self.cluster()

@@ -146,7 +146,7 @@ def _cores() -> Finding:
 
 
 def _threads(deployment: Deployment) -> Finding:
-    workers = sum(deployment.placement(service).ranks for service in WORKERS)
+    workers = sum(deployment.ranks(service) for service in WORKERS)
     wanted, usable = workers * deployment.worker_threads, len(os.sched_getaffinity(0))
     found = f"{deployment.worker_threads} for each of {workers} workers"
     if wanted > usable:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.tensors.parts import whole_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -22,8 +24,8 @@ class LedgerEntry:
     """One lease, storage or reservation, or what one process holds itself.
 
     Attributes:
-        name: tensor class or storage, such as `policy.prefix_kv`; of what a process holds,
-            `allocator` or `context`.
+        name: tensor class or storage, such as `policy.prefix_kv` or `policy.optimizer.0`; of what
+            a process holds, `allocator` or `context`.
         run_id: None: of no run.
         waiting_for: consumers that have not released yet.
         until: in words, what ends it.
@@ -50,7 +52,12 @@ class LedgerEntry:
     @property
     def series(self) -> str:
         """What it is counted under in a picture: its class, and of which process if it is held."""
-        return f"{self.producer} {self.name}" if self.held else self.name
+        return f"{self.producer} {self.name}" if self.held else self.class_name
+
+    @property
+    def class_name(self) -> str:
+        """Its tensor class: of a part of a whole, such as `policy.optimizer.0`, the whole's."""
+        return whole_of(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +118,7 @@ class Ledger:
         """Entries of one class in one state together, largest first within each device."""
         found: dict[tuple[str, ...], list[LedgerEntry]] = {}
         for entry in self.entries:
-            key = (entry.device, entry.name, entry.state, entry.residency, *_owner(entry))
+            key = (entry.device, entry.class_name, entry.state, entry.residency, *_owner(entry))
             found.setdefault(key, []).append(entry)
         order = {arena.device: index for index, arena in enumerate(self.arenas)}
         groups = [EntryGroup(entries=tuple(entries)) for entries in found.values()]

@@ -36,6 +36,11 @@ class RunState(StrEnum):
         """Whether nothing happens to the run any more."""
         return self in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
 
+    @property
+    def at_work(self) -> bool:
+        """Whether services have the run; of one cluster's runs, one at a time."""
+        return self in (RunState.CONFIGURING, RunState.RUNNING, RunState.PAUSED)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:

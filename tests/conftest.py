@@ -26,8 +26,8 @@ _KINDS = {
     "shared memory": re.compile(r"/memfd:|/dev/shm/"),
     "file": re.compile(r"/(?!dev/|proc/|sys/|memfd:)"),
 }
-# One for each interpreter that has spawned a process; it ends with the interpreter.
-_ALLOWED_CHILD = "multiprocessing.resource_tracker"
+# One for each interpreter that has started a process; it ends with the interpreter.
+_ALLOWED_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,7 +102,8 @@ def _held() -> Counter[str]:
         held["mapping of shared memory"] = sum("/memfd:rollplex" in line for line in maps)
     for child in psutil.Process().children():
         try:
-            if _ALLOWED_CHILD not in " ".join(child.cmdline()):
+            command = " ".join(child.cmdline())
+            if not any(allowed in command for allowed in _ALLOWED_CHILDREN):
                 held[f"process {child.pid}"] += 1
         except psutil.NoSuchProcess:
             continue

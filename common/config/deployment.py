@@ -7,9 +7,9 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.config.base import ConfigError, FrozenConfig
 from common.config.environment import read_environment
@@ -32,13 +32,12 @@ _PORT_OFFSETS: dict[Service, int] = {
     Service.LEARNER: 40,
 }
 _RANKS_LIMIT = 10
+_TRAINING = (Service.PREFIX_ENCODER, Service.REFERENCE, Service.LEARNER)
 
 
 class ServicePlacement(FrozenConfig):
-    """How often one service runs on this node, and where it listens."""
+    """Where one service listens; its rank r uses port + r."""
 
-    ranks: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Processes of this service; rank r uses port + r. Controller and broker: 1."""
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     """gRPC port of rank 0; 0: the system picks; unset: from `grpc_port_base`."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
@@ -96,6 +95,11 @@ class Deployment(FrozenConfig):
     """Exceptions for single services, by service name."""
     redis: RedisPlacement = RedisPlacement()
     """The Redis server."""
+    train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
+    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each.
+    More than 1 needs device = "cpu" and the same rollout_tp (docs/parallel.md)."""
+    rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
+    """Tensor-parallel ranks of the rollout."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     mps: Literal["auto", "off"] = "auto"
@@ -112,9 +116,10 @@ class Deployment(FrozenConfig):
     arena_gib: float = Field(default=4.0, gt=0)
     """Memory of the machine that the broker may hand out, in GiB."""
     hbm_budget_gib: float | None = Field(default=None, gt=0)
-    """Memory of each GPU that the broker may hand out and reserve, in GiB; unset: all of it less
-    8 GiB (at most a quarter) for what the processes take themselves, such as their CUDA contexts.
-    What they take is counted too, and a GPU that is full keeps a request waiting below this."""
+    """Memory of each GPU for everything: what the broker hands out and reserves, and what the
+    processes take themselves, their allocators and CUDA contexts, in GiB. Unset: the broker may
+    hand out the GPU less 8 GiB (at most a quarter); what processes take is counted, and a GPU that
+    is full keeps a request waiting below that."""
     spill_gib: float | None = Field(default=None, ge=0)
     """Memory of the machine for what is moved out of arenas while nobody needs it, such as the
     optimizer's state beside a rollout, in GiB; on a GPU node it is pinned. 0: nothing is moved.
@@ -139,16 +144,24 @@ class Deployment(FrozenConfig):
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
 
-    @field_validator("services")
-    @classmethod
-    def _one_of_each_singleton(
-        cls, services: dict[Service, ServicePlacement]
-    ) -> dict[Service, ServicePlacement]:
-        for service in (Service.CONTROLLER, Service.BROKER):
-            placement = services.get(service)
-            if placement is not None and placement.ranks != 1:
-                raise ValueError(f"{service} runs once a node, so its ranks has to be 1")
-        return services
+    @model_validator(mode="after")
+    def _ranks_are_served(self) -> Self:
+        if self.train_tp != self.rollout_tp:
+            raise ValueError(
+                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
+                "equal degrees only; set both to the same number"
+            )
+        if self.train_tp > 1 and self.device != "cpu":
+            raise ValueError(
+                f"train_tp = {self.train_tp} with device = {self.device!r}: several ranks run on "
+                'device = "cpu" only; set train_tp = 1 and rollout_tp = 1'
+            )
+        if self.train_tp > 1 and self.governor == "on":
+            raise ValueError(
+                f'train_tp = {self.train_tp} with governor = "on": jobs of several ranks cannot '
+                'take turns; set governor = "off"'
+            )
+        return self
 
     @property
     def governed(self) -> bool:
@@ -162,8 +175,14 @@ class Deployment(FrozenConfig):
         return tuple(
             Participant(service=service, rank=rank)
             for service in order
-            for rank in range(self.placement(service).ranks)
+            for rank in range(self.ranks(service))
         )
+
+    def ranks(self, service: Service) -> int:
+        """Processes of a service."""
+        if service in _TRAINING:
+            return self.train_tp
+        return self.rollout_tp if service is Service.ROLLOUT else 1
 
     def placement(self, service: Service) -> ServicePlacement:
         """The placement of a service, defaults included."""
@@ -201,14 +220,14 @@ class Deployment(FrozenConfig):
         """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
         if self.device != "cuda":
             return 0
-        return max(self.placement(service).ranks for service in WORKERS)
+        return max(self.ranks(service) for service in WORKERS)
 
     @property
     def worker_threads(self) -> int:
         """Compute threads of each worker, the default worked out."""
         if self.threads_per_worker is not None:
             return self.threads_per_worker
-        workers = sum(self.placement(service).ranks for service in WORKERS)
+        workers = sum(self.ranks(service) for service in WORKERS)
         return max(1, len(os.sched_getaffinity(0)) // workers)
 
     def threads(self, participant: Participant) -> int:

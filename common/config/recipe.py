@@ -174,15 +174,21 @@ class TrainingConfig(FrozenConfig):
     spill_optimizer: bool | Literal["auto"] = "auto"
     """Whether the optimizer's state lies in the host's memory while no update needs it, so that its
     device memory serves the rest of the step. auto: on a GPU; the update is the same."""
+    optimizer_part_mib: float = Field(default=3072.0, gt=0)
+    """Size of the parts in which the optimizer's state is kept, saved and updated, in MiB. Where it
+    is spilled, three of them are on the device at a time in an update: one leaves, one is updated,
+    one comes. The update is the same whatever their size."""
     spill_reference: bool | Literal["auto"] = "auto"
     """Whether the reference's weights lie in the host's memory while nothing reads them: from the
     last score to the next step's first reference prefix. auto: on a GPU whose budget has no room
-    for the run's weights, gradients and optimizer state with `graph_reserve_gib` beside them, if
-    the host has room for the copies. The update is the same."""
+    for the run's weights, gradients and optimizer state, or three parts of it if it is spilled,
+    with `graph_reserve_gib` beside them, if the host has room for the copies. The update is the
+    same."""
     restore_ahead_groups: int = Field(default=3, ge=0)
     """How many groups are still to be trained when the spilled optimizer's state begins to come
-    back. 0: it comes back when the update waits for it. Where prefixes keep their graphs, more
-    groups mean less memory for those."""
+    back, where the device has room for all of it and `graph_reserve_gib` beside it. 0, and
+    elsewhere: its parts come back in the update, a few at a time. Where prefixes keep their graphs,
+    more groups mean less memory for those."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only on demand and, with `final_checkpoint`, at the end."""
     final_checkpoint: bool = True
@@ -210,6 +216,11 @@ class TrainingConfig(FrozenConfig):
                 'of schedule = "serial" only'
             )
         return self
+
+
+def spills(wanted: bool | Literal["auto"], device: str) -> bool:
+    """What `spill_optimizer` comes to. Args: device: `cpu` or `cuda`."""
+    return device == "cuda" if wanted == "auto" else wanted
 
 
 class Recipe(FrozenConfig):

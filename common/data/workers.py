@@ -1,4 +1,4 @@
-"""Spawned processes that read, tokenize and process samples, and a cache of what they made.
+"""Processes that read, tokenize and process samples, and a cache of what they made.
 
 Each worker is a pool of one process, so a death tells which sample was in work, and no other sample
 pays for it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import signal
 from collections import OrderedDict
@@ -16,9 +15,10 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.data.errors import SampleError, SampleFault
+from common.data.forkserver import forkserver
 from common.errors import FailedPrecondition, Unavailable
 from common.service.parent_watch import die_with_parent
 
@@ -137,7 +137,7 @@ class SamplePool:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         time_limit_s: float = SAMPLE_TIME_LIMIT_S,
     ) -> None:
-        """Nothing is spawned yet.
+        """Nothing is started yet.
 
         Args:
             source: what the workers read.
@@ -156,7 +156,7 @@ class SamplePool:
         """Workers that died or were ended for being late, and were replaced."""
 
     async def start(self) -> None:
-        """Spawn the workers and wait until all have loaded the processor and opened the data.
+        """Start the workers and wait until all have loaded the processor and opened the data.
 
         Raises: what the processor or the data set raised, such as ModelFilesError; Unavailable if
             a worker died. None is left running then.
@@ -234,29 +234,27 @@ class _Worker:
 
     def __init__(self, source: SampleSource) -> None:
         self._source = source
-        self._executor = self._spawn()
+        self._executor = self._open()
 
-    def _spawn(self) -> ProcessPoolExecutor:
+    def _open(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
             max_workers=1,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=forkserver(),
             initializer=_set_up,
             initargs=(self._source,),
         )
 
     async def ready(self) -> None:
-        await self._run(_warm_up)
+        # The first start of a process waits until the forkserver has imported everything.
+        started = await asyncio.to_thread(self._executor.submit, _warm_up)
+        await asyncio.wrap_future(started)
 
     async def prepare(self, split: str, index: int) -> PreparedSample:
-        prepared: PreparedSample = await self._run(_prepare, split, index)
-        return prepared
-
-    async def _run(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self._executor.submit(function, *arguments))
+        return await asyncio.wrap_future(self._executor.submit(_prepare, split, index))
 
     def replace(self) -> None:
         self.kill()
-        self._executor = self._spawn()
+        self._executor = self._open()
 
     def kill(self) -> None:
         """End the process without waiting for what it does."""
@@ -298,7 +296,7 @@ _reader: SampleReader | None = None
 
 
 def _set_up(source: SampleSource) -> None:
-    """First call in a worker: nothing here may import torch before the thread count is set."""
+    """First call in a worker."""
     global _source
     die_with_parent()
     for name in _THREAD_VARIABLES:

@@ -187,6 +187,17 @@ class TaskFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCommanded:
+    """Rank 0 of the sending service has begun a task that its other ranks have to do too."""
+
+    number: int
+    """1, 2, ... in this epoch and service: the order in which every rank begins them."""
+    task: Task
+    group: GroupId | None
+    """None: the task is about the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryWanted:
     """A storage is to come back to a device that has no room for it now."""
 
@@ -230,6 +241,21 @@ Body = (
     | WeightsPublished
     | AheadDone
     | TaskFailed
+    | TaskCommanded
     | MemoryWanted
     | ContentsMoved
 )
+
+FOR_ALL_RANKS: frozenset[type] = frozenset(
+    {
+        StepBegan,
+        StepAborted,
+        GroupPrepared,
+        GroupDropped,
+        GroupRewarded,
+        WeightsPublished,
+        TaskFailed,
+        TaskCommanded,
+    }
+)
+"""What is about every rank, whoever says it; the rest is about the sender's rank alone."""

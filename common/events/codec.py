@@ -276,6 +276,15 @@ _CODECS: dict[type[Any], _Codec] = {
         lambda m: bodies.AheadDone(task=Task(m.task), index=GroupId(m.index)),
     ),
     bodies.TaskFailed: ("task_failed", _failed_proto, _failed),
+    bodies.TaskCommanded: (
+        "task_commanded",
+        lambda b: events_pb2.TaskCommanded(number=b.number, task=b.task, group=b.group),
+        lambda m: bodies.TaskCommanded(
+            number=m.number,
+            task=Task(m.task),
+            group=GroupId(m.group) if m.HasField("group") else None,
+        ),
+    ),
     bodies.MemoryWanted: (
         "memory_wanted",
         lambda b: events_pb2.MemoryWanted(device=b.device, size_bytes=b.size_bytes),

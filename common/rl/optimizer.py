@@ -4,8 +4,9 @@ Everything works in place on flat slices of shared storage, in the order of the 
 parameters with weight decay, then those without. Frozen parameters are not in these slices.
 Masters, moments and gradients are float32, or float64 with a float64 model. Nothing is kept
 outside the slices: the step count is the weights version, so an optimizer made from saved masters
-and moments continues bit for bit. A version without an update (no gradient, or one that was not
-finite) counts too; all it does is to end the bias correction of the first steps a little sooner.
+and moments continues bit for bit, and so do optimizers of ranges of them, one after the other. A
+version without an update (no gradient, or one that was not finite) counts too; all it does is to
+end the bias correction of the first steps a little sooner.
 
 Shapes: P trainable elements.
 """
@@ -34,10 +35,10 @@ NORM_PART = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What became of one update."""
+    """What becomes of one update."""
 
     applied: bool
-    """False if a gradient was NaN or infinite; masters and moments are then unchanged."""
+    """False if a gradient was NaN or infinite; masters and moments then stay as they are."""
     gradient_norm: float
     """Global norm after normalisation and before clipping; NaN or infinite if not applied."""
     clipped: bool
@@ -49,7 +50,7 @@ class FlatAdamW:
     """AdamW on at most two flat parameters whose moments lie in storage that is given.
 
     Cheap to make: it allocates nothing of size P, so every update may make its own. It keeps
-    views of the slices, so the storage has to outlive it. It checks no values; `apply_update`
+    views of the slices, so the storage has to outlive it. It checks no values; `ready_gradients`
     keeps gradients that are not finite away from it.
 
     Args:
@@ -161,8 +162,7 @@ def clip_by_global_norm(
     return norm
 
 
-def apply_update(
-    optimizer: FlatAdamW,
+def ready_gradients(
     gradients_P: Tensor,
     *,
     tokens: int,
@@ -170,19 +170,20 @@ def apply_update(
     learning_rate: float,
     norm_of: Callable[[Tensor], float] = global_norm,
 ) -> UpdateReport:
-    """Normalise, clip and apply the accumulated gradients; skip them if they are not finite.
+    """Normalise and clip the accumulated gradients, and tell whether they are to be applied.
+
+    `FlatAdamW.step` applies them, whole or a range after the other.
 
     Args:
         gradients_P: [P] of the masters' dtype, unnormalised sums; changed in place.
         tokens: response tokens of the step.
+        learning_rate: for the report.
         norm_of: as for `clip_by_global_norm`.
     Raises: InvalidArgument if there are no tokens.
     """
     normalise(gradients_P, tokens)
     norm = clip_by_global_norm(gradients_P, max_norm, norm_of=norm_of)
     finite = math.isfinite(norm)
-    if finite:
-        optimizer.step(gradients_P, learning_rate=learning_rate)
     return UpdateReport(
         applied=finite,
         gradient_norm=norm,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -46,8 +47,10 @@ _CUT_OFF_AFTER_DRAIN_S = 5.0
 def prepare_process(arguments: ServiceArguments) -> Deployment:
     """Read the deployment, set up the log, bound the threads; exits with 2 on a wrong value.
 
-    Comes before any import of torch, which reads the variables once.
+    Comes before any import of torch, which reads the variables once. Until `run_service` nothing is
+    collected as garbage: of what imports make, all is kept.
     """
+    gc.disable()
     try:
         deployment = _deployment_of(arguments)
     except ConfigError as error:
@@ -74,6 +77,9 @@ def run_service(
 
     Returns: the exit code: 0 after a signal, 1 after a failure.
     """
+    # What was imported stays: no collection has to look at it, the one at the exit included.
+    gc.freeze()
+    gc.enable()
     process = _Process(ServiceContext(participant, deployment), build)
     try:
         asyncio.run(process.run())

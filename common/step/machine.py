@@ -5,6 +5,8 @@ Invariants:
 - Tasks of one lane run one after the other; lanes run beside each other.
 - Among the tasks of a lane that may start, the order is that of `Lane.tasks`, then group order,
   except that a group-ordered task (see `Lane.strict`) waits for the groups before it.
+- Of a service with several ranks, rank 0 alone decides in collective lanes and numbers what it
+  starts. The others start exactly that, in that order, each task once its own rank's inputs exist.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from common.events import Event, bodies
 from common.step.view import StepView
 
 if TYPE_CHECKING:
-    from common.ids import GroupId
+    from common.ids import GroupId, Participant
     from common.step.plan import StepPlan
     from common.step.tasks import Task
 
@@ -42,6 +44,8 @@ class Lane:
     """How many may run at once."""
     strict: bool = False
     """Whether a task of group g waits until it was started for all living groups before g."""
+    collective: bool = False
+    """Whether its tasks need the service's other ranks, if there are any."""
     admits: Admits = _always
     """Asked last of all, whenever a task could start; a task that is not admitted is passed over,
     and asked for again after the next event."""
@@ -54,6 +58,15 @@ class StartTask:
     task: Task
     group: GroupId | None
     """Of the step; for the tasks in `AHEAD`, of `StepPlan.ahead`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandTask:
+    """Tell the service's other ranks that this task was started."""
+
+    number: int
+    task: Task
+    group: GroupId | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +90,31 @@ class ForgetGroup:
     group: GroupId
 
 
-Instruction = StartTask | StartStep | EndStep | ForgetGroup
+Instruction = StartTask | CommandTask | StartStep | EndStep | ForgetGroup
 
 
 class StepMachine:
     """Folds events and names the tasks to start."""
 
-    def __init__(self, lanes: tuple[Lane, ...], *, needs_reference: bool) -> None:
+    def __init__(
+        self,
+        lanes: tuple[Lane, ...],
+        *,
+        needs_reference: bool,
+        participant: Participant | None = None,
+        ranks: int = 1,
+    ) -> None:
+        """Args:
+        participant: whose machine it is; None: the only rank of a service.
+        ranks: of that service.
+        """
         self._lanes = lanes
         self._needs_reference = needs_reference
+        self._service = None if participant is None else participant.service
+        self._rank = 0 if participant is None else participant.rank
+        self._ranks = ranks
+        self._commands: dict[int, Subject] = {}
+        self._next_command = 1
         self._started: set[tuple[Task, GroupId | None]] = set()
         self._running: dict[tuple[Task, GroupId | None], Lane] = {}
         self.view: StepView | None = None
@@ -103,6 +132,8 @@ class StepMachine:
             return self._end("finished")
         if isinstance(event.body, bodies.GroupDropped) and event.group is not None:
             instructions.append(ForgetGroup(group=event.group))
+        if isinstance(event.body, bodies.TaskCommanded) and event.sender.service is self._service:
+            self._commands[event.body.number] = (event.body.task, event.body.group)
         return [*instructions, *self._start_tasks()]
 
     def task_ended(self, task: Task, group: GroupId | None) -> list[Instruction]:
@@ -124,6 +155,7 @@ class StepMachine:
             began.plan,
             needs_reference=self._needs_reference,
             lease_room_bytes=began.lease_room_bytes,
+            rank=self._rank,
         )
         return [StartStep(plan=began.plan), *self._start_tasks()]
 
@@ -133,6 +165,8 @@ class StepMachine:
         self.view = None
         self._started.clear()
         self._running.clear()
+        self._commands.clear()
+        self._next_command = 1
         return [EndStep(reason=reason)]
 
     def _start_tasks(self) -> list[Instruction]:
@@ -142,11 +176,23 @@ class StepMachine:
                 self._started.add(found)
                 self._running[found] = lane
                 instructions.append(StartTask(task=found[0], group=found[1]))
+                if lane.collective and self._ranks > 1:
+                    instructions += self._commanded(found)
         return instructions
+
+    def _commanded(self, started: Subject) -> list[Instruction]:
+        number = self._next_command
+        self._next_command += 1
+        if self._rank:
+            return []
+        return [CommandTask(number=number, task=started[0], group=started[1])]
 
     def _next(self, lane: Lane) -> tuple[Task, GroupId | None] | None:
         if self.view is None or sum(r is lane for r in self._running.values()) >= lane.width:
             return None
+        if lane.collective and self._rank:
+            commanded = self._commands.get(self._next_command)
+            return commanded if commanded and self.view.may_start(*commanded) else None
         for task in lane.tasks:
             if not self.view.wants(task):
                 continue

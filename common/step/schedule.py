@@ -55,8 +55,8 @@ class Condition(StrEnum):
     """Sequences of this step decode at the moment."""
     GROUPS_PREPARED = "groups_prepared"
     """Every living group's prompt tensors are sealed."""
-    PREFIXES_ENCODED = "prefixes_encoded"
-    """Every living group has the prefix K/V of all roles that the step needs."""
+    REFERENCE_PREFIXES_ENCODED = "reference_prefixes_encoded"
+    """Every living group has the reference's prefix K/V, or the step needs none."""
     AHEAD_PREPARED = "ahead_prepared"
     """The prompt tensors of this group of the next step are there."""
     NEVER = "never"
@@ -82,7 +82,7 @@ _COMMON: dict[Task, frozenset[Condition]] = {
 }
 
 _AHEAD_IN_WINDOW = frozenset(
-    {Condition.WINDOW_OPEN, Condition.PREFIXES_ENCODED, Condition.AHEAD_PREPARED}
+    {Condition.WINDOW_OPEN, Condition.REFERENCE_PREFIXES_ENCODED, Condition.AHEAD_PREPARED}
 )
 
 TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {

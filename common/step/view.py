@@ -1,8 +1,8 @@
 """The state of one step, folded from the node's events.
 
 Every process folds the same events in the same order, so every process asks the schedule about the
-same facts. A view accepts events of its own run, step and epoch only, and an event that it has
-already seen changes nothing.
+same facts. A view accepts events of its own run, step and epoch only, and of its own rank or about
+every rank; an event that it has already seen changes nothing.
 """
 
 from __future__ import annotations
@@ -85,9 +85,14 @@ class StepView:
         *,
         needs_reference: bool,
         lease_room_bytes: Mapping[str, int] | None = None,
+        rank: int = 0,
     ) -> None:
-        """Args: lease_room_bytes: of `StepBegan`."""
+        """Args:
+        lease_room_bytes: of `StepBegan`.
+        rank: whose leases and progress the view is about.
+        """
         self.plan = plan
+        self.rank = rank
         self.lease_room_bytes = lease_room_bytes or {}
         self.needs_reference = needs_reference
         self.groups: dict[GroupId, GroupView] = {
@@ -147,9 +152,12 @@ class StepView:
         return self.published is not None
 
     def belongs(self, event: Event) -> bool:
-        """Whether the event is about this epoch."""
+        """Whether the event is about this epoch and this rank."""
         plan = self.plan
-        return (event.run_id, event.step, event.epoch) == (plan.run_id, plan.step, plan.epoch)
+        about_rank = event.sender.rank == self.rank or type(event.body) in bodies.FOR_ALL_RANKS
+        return about_rank and (
+            (event.run_id, event.step, event.epoch) == (plan.run_id, plan.step, plan.epoch)
+        )
 
     def apply(self, event: Event) -> bool:
         """Fold one event in.
@@ -261,9 +269,8 @@ class StepView:
         )
 
 
-def _prefixes_encoded(view: StepView) -> bool:
-    roles = {ModelRole.POLICY, ModelRole.REFERENCE} if view.needs_reference else {ModelRole.POLICY}
-    return all(roles <= g.prefixes.keys() for g in view.living)
+def _reference_prefixes_encoded(view: StepView) -> bool:
+    return not view.needs_reference or all(ModelRole.REFERENCE in g.prefixes for g in view.living)
 
 
 _STEP_CONDITIONS = {
@@ -273,7 +280,7 @@ _STEP_CONDITIONS = {
     Condition.GROUPS_DONE: lambda v: v.accumulated,
     Condition.WINDOW_OPEN: lambda v: v.window_open,
     Condition.GROUPS_PREPARED: lambda v: all(g.prepared is not None for g in v.living),
-    Condition.PREFIXES_ENCODED: _prefixes_encoded,
+    Condition.REFERENCE_PREFIXES_ENCODED: _reference_prefixes_encoded,
     Condition.NEVER: lambda _: False,
 }
 

@@ -309,6 +309,20 @@ class BrokerClient:
         report = pb.ReportHeld(name=name, bytes=size_bytes)
         self._connection.tell(pb.BrokerRequest(report_held=report))
 
+    async def room_beside(self, name: Held, size_bytes: int) -> int:
+        """Tell as `report_held` does, and ask what is left.
+
+        Returns: bytes of the budget of this process's device that nobody has and nobody waits for.
+        Raises:
+            InvalidArgument: the broker has no memory of that device.
+            BrokerGone: the connection ended.
+        """
+        report = pb.ReportHeld(name=name, bytes=size_bytes)
+        answer = await self._connection.ask(
+            pb.BrokerRequest(report_held=report), timeout_s=_CONTROL_S
+        )
+        return answer.reply.room.free_bytes
+
     def _lease(
         self, lease_id: LeaseId, handle: pb.TensorHandle, mapping: Mapping, *, producer: bool
     ) -> Lease:

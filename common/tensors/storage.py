@@ -67,6 +67,8 @@ class Hold:
         kind: HoldKind,
         held: pb.StorageHeld,
         parking: Parking | None,
+        *,
+        passing: bool,
     ) -> None:
         self.kind = kind
         self.version = WeightsVersion(held.version)
@@ -75,6 +77,7 @@ class Hold:
         self._connection = connection
         self._storage = storage
         self._parking = parking
+        self._passing = passing
         self._open = True
 
     @property
@@ -115,7 +118,7 @@ class Hold:
     def _end(self) -> None:
         self._open = False
         if self._parking is not None:
-            self._parking.leave()
+            self._parking.leave(passing=self._passing)
 
     def __enter__(self) -> Hold:
         return self
@@ -186,8 +189,12 @@ class Storage:
         """
         return self._mapping.device_view(name)
 
-    async def hold_read(self, version: WeightsVersion, *, timeout_s: float = 60.0) -> Hold:
+    async def hold_read(
+        self, version: WeightsVersion, *, timeout_s: float = 60.0, passing: bool = False
+    ) -> Hold:
         """Wait until `version` is readable, and keep it so.
+
+        Args: passing: the caller calls `park_again` after the hold's end.
 
         Raises:
             StaleVersion: the storage is past it.
@@ -195,7 +202,9 @@ class Storage:
             NotDeclared: this process is neither reader nor writer.
             BrokerTimeout: it was not published in time.
         """
-        hold = await self._hold(HoldKind.READ, version=version, timeout_s=timeout_s)
+        hold = await self._hold(
+            HoldKind.READ, version=version, timeout_s=timeout_s, passing=passing
+        )
         self.version = hold.version
         self.torn = False
         return hold
@@ -233,14 +242,22 @@ class Storage:
         Returns: False, with nothing done, while this process holds it or asks to, and for a storage
             that is not spillable or was closed.
         """
-        pages = self._mapping.parkable
-        if not self.spillable or pages is None or pages.parking is None:
-            return False
-        return pages.parking.park(self._tell_parked)
+        parking = self._parking
+        return parking is not None and parking.park(self._tell_parked)
+
+    def park_again(self) -> None:
+        """Park it, unless others in this process have used or expected it since it was parked.
+
+        After a hold in passing, which may have brought it back. Blocks as `park` does; any thread.
+        """
+        if self._parking is not None:
+            self._parking.park_again(self._tell_parked)
 
     def prefetch(self) -> None:
         """It will be held soon: bring parked contents back now. One-way; any thread."""
         if self.spillable:
+            if self._parking is not None:
+                self._parking.expect()
             message = pb.PrefetchStorage(storage_id=self._id)
             self._connection.tell(pb.BrokerRequest(prefetch_storage=message))
 
@@ -249,7 +266,13 @@ class Storage:
         self._mapping.drop()
 
     async def _hold(
-        self, kind: HoldKind, *, timeout_s: float, version: int = 0, epoch: int = 0
+        self,
+        kind: HoldKind,
+        *,
+        timeout_s: float,
+        version: int = 0,
+        epoch: int = 0,
+        passing: bool = False,
     ) -> Hold:
         message = pb.HoldStorage(
             storage_id=self._id,
@@ -259,9 +282,9 @@ class Storage:
             timeout_ms=round(timeout_s * 1000),
         )
         pages = self._mapping.parkable if self.spillable else None
-        parking = None if pages is None else pages.parking
+        parking = self._parking
         if parking is not None:
-            parking.enter()
+            parking.enter(passing=passing)
         try:
             answer = await self._connection.ask(
                 pb.BrokerRequest(hold_storage=message), timeout_s=timeout_s, undo=self._undo_hold
@@ -273,9 +296,16 @@ class Storage:
                 raise
         except BaseException:
             if parking is not None:
-                parking.leave()
+                parking.leave(passing=passing)
             raise
-        return Hold(self._connection, self, kind, answer.reply.storage_held, parking)
+        held = answer.reply.storage_held
+        return Hold(self._connection, self, kind, held, parking, passing=passing)
+
+    @property
+    def _parking(self) -> Parking | None:
+        """None: it stays where it is."""
+        pages = self._mapping.parkable if self.spillable else None
+        return None if pages is None else pages.parking
 
     def _undo_hold(self, reply: pb.BrokerReply) -> None:
         message = pb.ReleaseStorage(hold_id=reply.storage_held.hold_id, untouched=True)

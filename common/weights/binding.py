@@ -95,7 +95,7 @@ def bind_parameters(
     for name, weight in weights.items():
         module, leaf = owners[name]
         old = getattr(module, leaf)
-        if (shape := _local_shape(old)) != tuple(weight.shape):
+        if (shape := tuple(local_part(old).shape)) != tuple(weight.shape):
             raise LayoutMismatch(f"{name} is {shape} in the model and {tuple(weight.shape)} here")
         parameters[name] = _parameter(old, weight, gradients.get(name))
     for name, (module, leaf) in owners.items():
@@ -116,9 +116,9 @@ def _parameter_owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return owners
 
 
-def _local_shape(parameter: Tensor) -> tuple[int, ...]:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return tuple(local.shape)
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, without a copy; of an ordinary tensor, all of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _parameter(old: Tensor, weight: Tensor, gradient: Tensor | None) -> nn.Parameter:

@@ -20,6 +20,7 @@ from common.errors import FailedPrecondition, RollplexError, Unavailable
 from common.events.bodies import MemoryWanted, StepBegan
 from common.ids import Epoch, GroupId, Incarnation, Participant, RunId
 from common.step.machine import (
+    CommandTask,
     EndStep,
     ForgetGroup,
     Instruction,
@@ -42,6 +43,7 @@ from common.worker.messages import (
     SaveCheckpoint,
     ShutDown,
 )
+from common.worker.ranks import PARTED_AFTER_S, RanksParted
 from common.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
@@ -108,11 +110,14 @@ class WorkerActor(Actor[Message]):
             device,
             opened=self._link_opened,
         )
+        self._ranks = deployment.ranks(participant.service)
+        self._parted = asyncio.Event()
         self._phase = RunPhase.UNCONFIGURED
         self._machine: StepMachine | None = None
         self._changing: Change | None = None
         self._changes: deque[Change] = deque()
         self._saving = False
+        self._checks: list[asyncio.Future[Any]] = []
         self._quiet = False
         self._shutting_down = False
         self._draining: list[asyncio.Future[None]] = []
@@ -144,6 +149,7 @@ class WorkerActor(Actor[Message]):
                 self._release_asked(message)
             case Quiesce():
                 self._quiet = True
+                self._stop_checks()
                 self._draining.append(message.answer)
                 self._answer_quiesced()
             case ShutDown():
@@ -216,6 +222,8 @@ class WorkerActor(Actor[Message]):
                     )
                 case StartTask(task=task, group=group):
                     self._epochs.start(task, group)
+                case CommandTask(number=number, task=task, group=group):
+                    self._epochs.command(number, task, group)
                 case ForgetGroup(group=group):
                     self._epochs.forget(group)
                 case EndStep(reason=reason):
@@ -233,7 +241,11 @@ class WorkerActor(Actor[Message]):
         if self._shutting_down:
             _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
-        if self._configuring is not None:
+        older = self._configuring
+        if older is not None and self._ranks > 1 and older.epoch < ask.epoch:
+            # It may wait for ranks that have failed in it already.
+            self._cancel_configuring(f"epoch {ask.epoch} has begun")
+        elif older is not None:
             text = f"{self.participant} is still configuring; ask again"
             _refuse(ask.answer, FailedPrecondition(text))
             return
@@ -286,20 +298,43 @@ class WorkerActor(Actor[Message]):
         self._change(change)
 
     def _change(self, change: Change) -> None:
+        self._stop_checks()
         self._changes.append(change)
         self._next_change()
 
     def _next_change(self) -> None:
         if self._changing is None and self._changes:
             self._changing = self._changes.popleft()
+            if isinstance(self._changing, Configure):
+                self._phase = RunPhase.CONFIGURING
             self.spawn(_CHANGE, self._apply(self._changing))
 
     async def _apply(self, change: Change) -> Prepared | None:
-        await self._epochs.settled()
+        await self._settled()
         if isinstance(change, Configure):
             return await self._holder.configure(change)
         await self._holder.close()
         return None
+
+    async def _settled(self) -> None:
+        """Wait until nothing of an ended epoch runs; of several ranks, for so long only."""
+        if self._ranks == 1:
+            await self._epochs.settled()
+            return
+        try:
+            async with asyncio.timeout(PARTED_AFTER_S):
+                await self._epochs.settled()
+        except TimeoutError:
+            self._parted.set()
+            raise
+
+    async def parted(self) -> None:
+        """Until cancelled. Raises RanksParted once a job waits for ranks that will not come."""
+        await self._parted.wait()
+        raise RanksParted(
+            f"{self.participant}: a job went on for {PARTED_AFTER_S:g} s after its epoch had "
+            "ended; it waits for ranks that have left it"
+        )
 
     def _changed(self, ended: TaskEnded) -> None:
         change, self._changing = self._changing, None
@@ -321,7 +356,12 @@ class WorkerActor(Actor[Message]):
         if error is None:
             assert run is not None
             self._fence = ask.epoch
-            self._machine = StepMachine(run.lanes, needs_reference=ask.recipe.needs_reference)
+            self._machine = StepMachine(
+                run.lanes,
+                needs_reference=ask.recipe.needs_reference,
+                participant=self.participant,
+                ranks=self._ranks,
+            )
             self._phase = RunPhase.READY
             _answer(ask.answer, prepared)
             return
@@ -373,8 +413,19 @@ class WorkerActor(Actor[Message]):
         if run is None:
             _refuse(ask.answer, FailedPrecondition(self._not_configured(ask.run_id)))
             return
-        made = checksum_weights(run, ask.policy_version)
-        self._epochs.beside(CHECKSUMS, _answer_with(ask.answer, made))
+        self._checks = [*(answer for answer in self._checks if not answer.done()), ask.answer]
+        self._epochs.beside(CHECKSUMS, self._checksum(run, ask))
+
+    async def _checksum(self, run: RunWork, ask: ChecksumWeights) -> None:
+        await _answer_with(ask.answer, checksum_weights(run, ask.policy_version))
+
+    def _stop_checks(self) -> None:
+        """They may wait for a version that nobody publishes before the run has changed."""
+        self._epochs.cancel_beside(CHECKSUMS)
+        for answer in self._checks:
+            text = f"{self.participant} reads no weights now: its run changes; ask again"
+            _refuse(answer, FailedPrecondition(text))
+        self._checks.clear()
 
     def _ready_run(self, run_id: RunId) -> RunWork | None:
         ready = self._phase is RunPhase.READY and self._holder.run_id == run_id

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.events.bodies import ModelRole
+from common.weights.binding import local_part
 from common.weights.checksums import checksums
 from common.worker.device import copied_aside
 from common.worker.threads import in_thread
@@ -30,7 +31,8 @@ class RoleChecksums:
 async def checksum_weights(run: RunWork, policy_version: WeightsVersion) -> list[RoleChecksums]:
     """Checksums of all weights that a run has in this process.
 
-    A step may run meanwhile: it reads too, and its update waits.
+    A step may run meanwhile: it reads too, and its update waits. Weights that are parked come back,
+    and are parked again. A cancellation ends a wait for weights; while they are read, it waits.
 
     Raises:
         StaleVersion: the policy is past the version.
@@ -44,8 +46,10 @@ async def _checksums(weights: ReadWeights, policy_version: WeightsVersion) -> Ro
     reference = weights.role is ModelRole.REFERENCE
     version = REFERENCE_VERSION if reference else policy_version
     model = weights.model
-    with await weights.storage.hold_read(version):
-        found = await in_thread(
-            lambda: copied_aside(model.device, lambda: checksums(dict(model.named_parameters())))
-        )
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    try:
+        with await weights.storage.hold_read(version, passing=True):
+            found = await in_thread(lambda: copied_aside(model.device, lambda: checksums(parts)))
+    finally:
+        await in_thread(weights.storage.park_again)
     return RoleChecksums(role=weights.role, version=version, checksums=found)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.config.recipe import spills
 from common.ids import Participant, RunId, Service
+from common.tensors.parts import RANK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
+    from common.worker.ranks import TensorRanks
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -40,6 +43,28 @@ class RunContext:
     """Interpreter that has SGLang; None: this process's own."""
     governed: bool = False
     """Whether background work runs on shares of the GPU's SMs."""
+    tensor: TensorRanks | None = None
+    """The service's ranks; None: this is the only one."""
+
+    @property
+    def degree(self) -> int:
+        """Tensor-parallel ranks of this service."""
+        return 1 if self.tensor is None else self.tensor.degree
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that decides and that speaks for the service."""
+        return self.participant.rank == 0
+
+    @property
+    def ranks(self) -> tuple[Participant, ...]:
+        """All ranks of this service."""
+        return self.peers(self.participant.service)
+
+    def storage_name(self, name: str) -> str:
+        """A storage of the run, of this rank: each has its own."""
+        rank = self.participant.rank
+        return name if rank == 0 else f"{name}{RANK}{rank}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,8 +79,7 @@ class RunContext:
     @property
     def spills_optimizer(self) -> bool:
         """Whether the optimizer's state leaves the device while no update needs it."""
-        wanted = self.recipe.training.spill_optimizer
-        return self.device.type == "cuda" if wanted == "auto" else wanted
+        return spills(self.recipe.training.spill_optimizer, self.device.type)
 
     @property
     def checkpoints_vision(self) -> bool:
@@ -68,3 +92,7 @@ class RunContext:
     def peer(self, service: Service) -> Participant:
         """The process of another service that works with this one: the same rank."""
         return Participant(service=service, rank=self.participant.rank)
+
+    def peers(self, service: Service) -> tuple[Participant, ...]:
+        """All ranks of a service; every service has as many."""
+        return tuple(Participant(service=service, rank=rank) for rank in range(self.degree))

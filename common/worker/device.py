@@ -56,11 +56,13 @@ class WorkerDevice:
         torch: with its number in this process.
         uuid: of a GPU, for `BrokerClient.connect`; empty: the CPU.
         context_bytes: of the device, for this process's CUDA context; 0: it has none.
+        budgeted: whether its allocator has to keep to what the node's budget leaves it.
     """
 
     torch: torch.device
     uuid: str
     context_bytes: int = 0
+    budgeted: bool = False
 
     @classmethod
     def of(cls, deployment: Deployment, participant: Participant) -> WorkerDevice:
@@ -75,12 +77,13 @@ class WorkerDevice:
         if ordinal >= visible:
             raise CudaMissing(
                 f'device = "cuda": {participant} needs GPU {ordinal}, and its process sees '
-                f"{visible}; lower the ranks of {participant.service}, or make more GPUs visible"
+                f"{visible}; lower train_tp and rollout_tp, or make more GPUs visible"
             )
         return cls(
             torch=torch.device("cuda", ordinal),
             uuid=device_uuid(ordinal),
             context_bytes=open_context(ordinal, lock=deployment.context_lock),
+            budgeted=deployment.hbm_budget_gib is not None,
         )
 
     def enter(self) -> None:
@@ -95,6 +98,13 @@ class WorkerDevice:
         """
         if self.torch.type == "cuda":
             torch.cuda.empty_cache()
+
+    def limit(self, size_bytes: int) -> None:
+        """Have torch's allocator of a GPU take no more than so much of it. Any thread."""
+        if self.torch.type == "cuda":
+            total_bytes = torch.cuda.get_device_properties(self.torch).total_memory
+            share = min(1.0, size_bytes / total_bytes)
+            torch.cuda.set_per_process_memory_fraction(share, self.torch)
 
     async def watch(self) -> None:
         """Until cancelled. Raises DeviceLost once this process cannot use its GPU any more."""

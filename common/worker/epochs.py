@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ErrorCode, RollplexError, Stale
-from common.events.bodies import TaskFailed
+from common.events.bodies import TaskCommanded, TaskFailed
 from common.ids import NO_GROUP, GroupId, Participant
 from common.step.tasks import AHEAD, Task
 from common.worker.scope import StepScope, Work
@@ -43,6 +43,7 @@ BEGIN = "begin"
 class _Job:
     """One task of the actor that belongs to an epoch, or to none (`scope` is None)."""
 
+    label: str
     scope: StepScope | None
     task: Task | None
     group: GroupId | None
@@ -124,6 +125,15 @@ class EpochWork:
         work = self._guarded(self._scope, task, about, lambda: run(task, group, cause_id))
         self._start(task, self._scope, task, group, work)
 
+    def command(self, number: int, task: Task, group: GroupId | None) -> None:
+        """Tell the service's other ranks of a task that was started."""
+        if self._scope is None:
+            return
+        scope, cause_id = self._scope, self._cause_id
+        body = TaskCommanded(number=number, task=task, group=group)
+        work = self._guarded(scope, task, None, lambda: scope.publish(body, cause_id=cause_id))
+        self._start(f"{task} command", scope, None, group, work)
+
     def forget(self, group: GroupId) -> None:
         """The group was dropped."""
         if self._work is not None and self._scope is not None:
@@ -169,6 +179,12 @@ class EpochWork:
         """Run work that belongs to no epoch, and that `settled` waits for."""
         self._start(name, None, None, None, work)
 
+    def cancel_beside(self, name: str) -> None:
+        """Cancel all such work. It counts as running until it has ended."""
+        for job_name, job in self._jobs.items():
+            if job.scope is None and job.label == name:
+                self._cancel(job_name)
+
     def task_ended(self, name: str) -> tuple[bool, tuple[Task, GroupId | None] | None]:
         """A task of the actor has ended.
 
@@ -200,7 +216,7 @@ class EpochWork:
     ) -> None:
         index = NO_GROUP if group is None else group
         name = f"{label}:{index} #{next(self._numbers)}"
-        self._jobs[name] = _Job(scope=scope, task=task, group=group)
+        self._jobs[name] = _Job(label=label, scope=scope, task=task, group=group)
         self._idle.clear()
         try:
             self._spawn(name, work)

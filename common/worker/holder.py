@@ -13,6 +13,8 @@ from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
 from common.worker.own_memory import OwnMemory
+from common.worker.ranks import TensorRanks, present
+from common.worker.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +46,7 @@ class RunHolder:
         self._participant = participant
         self._incarnation = incarnation
         self._deployment = deployment
+        self._ranks = deployment.ranks(participant.service)
         self._ledger = ledger
         self._factory = factory
         self._device = device
@@ -75,21 +78,11 @@ class RunHolder:
             )
             self._opened(self.link)
             self.own_memory = OwnMemory(self.link.broker, self._device)
-            self.context = RunContext(
-                run_id=ask.run_id,
-                recipe=ask.recipe,
-                run_dir=ask.run_dir,
-                participant=self._participant,
-                device=self._device.torch,
-                broker=self.link.broker,
-                ledger=self._ledger,
-                resume_from=ask.resume_from,
-                engine_python=self._deployment.engine_python,
-                governed=self._deployment.governed,
-            )
-            if self.context.governed and self._participant.service in BACKGROUND:
-                self.governor = await _governor(self.context, self._deployment.governor_table)
-            self.run = await self._factory(self.context)
+            self.run = await self._load(ask, self.link)
+        elif self._ranks > 1:
+            # Its models are bound to the communicators of the ranks that there were.
+            await self._give_up_run()
+            self.run = await self._load(ask, self.link)
         prepared = await self.run.prepare()
         if self.own_memory is not None:
             self.own_memory.look()
@@ -97,13 +90,53 @@ class RunHolder:
             raise LinkDown(self.link.lost)
         return prepared
 
-    async def close(self) -> None:
-        """Give up run and link. Idempotent."""
-        run, link, governor = self.run, self.link, self.governor
-        self.run = self.link = self.context = self.governor = self.own_memory = None
+    async def _load(self, ask: Configure, link: Link) -> RunWork:
+        self.context = RunContext(
+            run_id=ask.run_id,
+            recipe=ask.recipe,
+            run_dir=ask.run_dir,
+            participant=self._participant,
+            device=self._device.torch,
+            broker=link.broker,
+            ledger=self._ledger,
+            resume_from=ask.resume_from,
+            engine_python=self._deployment.engine_python,
+            governed=self._deployment.governed,
+            tensor=await self._join(ask) if self._ranks > 1 else None,
+        )
+        if self.context.governed and self._participant.service in BACKGROUND:
+            self.governor = await _governor(self.context, self._deployment.governor_table)
+        return await self._factory(self.context)
+
+    async def _join(self, ask: Configure) -> TensorRanks:
+        service, rank = self._participant.service, self._participant.rank
+        rendezvous = self._deployment.socket_dir / f"{service}-{ask.run_id}-{ask.epoch}.ranks"
+        async with present(rendezvous, rank=rank, degree=self._ranks):
+            return await in_thread(
+                lambda: TensorRanks.join(
+                    rendezvous,
+                    rank=rank,
+                    degree=self._ranks,
+                    collective_timeout_s=ask.recipe.training.step_deadline_s,
+                )
+            )
+
+    async def _give_up_run(self) -> None:
+        run, context = self.run, self.context
+        self.run = self.context = None
         try:
             if run is not None:
                 await run.close()
+        finally:
+            if context is not None and context.tensor is not None:
+                context.tensor.leave()
+
+    async def close(self) -> None:
+        """Give up run and link. Idempotent."""
+        link, governor = self.link, self.governor
+        self.link = self.governor = self.own_memory = None
+        try:
+            await self._give_up_run()
         finally:
             if governor is not None:
                 governor.close()

@@ -41,6 +41,8 @@ class OwnMemory:
         self._reserved = reserved or (lambda: reserved_bytes(device.torch))
         self._lock = threading.Lock()
         self._told_bytes = 0
+        self.most_bytes: int | None = None
+        """What the allocator may have of the device by the node's budget; None: all of it."""
         if device.context_bytes:
             broker.report_held(Held.CONTEXT, device.context_bytes)
         self.look()
@@ -53,6 +55,20 @@ class OwnMemory:
             if change > min(STEP_BYTES, STEP_SHARE * self._told_bytes):
                 self._broker.report_held(Held.ALLOCATOR, now_bytes)
                 self._told_bytes = now_bytes
+
+    async def keep_to_budget(self) -> None:
+        """Limit the allocator to what it has and what the node's budget leaves, if it is limited.
+
+        Before each job: what others have taken or returned meanwhile is counted.
+        """
+        if not self._device.budgeted:
+            return
+        now_bytes = self._reserved()
+        left_bytes = await self._broker.room_beside(Held.ALLOCATOR, now_bytes)
+        with self._lock:
+            self._told_bytes = now_bytes
+        self.most_bytes = now_bytes + left_bytes
+        self._device.limit(self.most_bytes)
 
     def give_back(self) -> None:
         """Return what is cached and not in use to the device, and tell."""

@@ -6,7 +6,7 @@ Shapes: P+1 prompt tokens, V vision tokens, h hidden width.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,13 +60,14 @@ class PromptText:
 
 
 def prompt_tensors(
-    prompt: PromptTensors, row_json: bytes
+    prompt: PromptTensors, row_json: bytes, *, pixels: bool
 ) -> tuple[dict[str, TensorShape], Callable[[Mapping[str, torch.Tensor]], None]]:
     """Shapes of the lease of a prompt, and what fills it.
 
     Args:
         prompt: on the host.
         row_json: the row's further fields as UTF-8 JSON.
+        pixels: whether all of the prompt goes along, for `whole_prompt`.
     """
     row = torch.frombuffer(bytearray(row_json), dtype=torch.uint8)
     tensors = {
@@ -75,6 +76,8 @@ def prompt_tensors(
         _TYPES: prompt.mm_token_type_ids,
         _ROW: row,
     }
+    if pixels:
+        tensors |= prompt.named_tensors()
 
     def fill(out: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -92,3 +95,10 @@ def prompt_text(lease: Lease) -> PromptText:
         mm_token_type_ids=tensor_view(lease, _TYPES),
         row=json.loads(row.numpy().tobytes()),
     )
+
+
+def whole_prompt(lease: Lease) -> PromptTensors:
+    """A copy of the prompt in a lease that was filled with its pixels."""
+    names = [field.name for field in fields(PromptTensors)]
+    copies = {name: tensor_view(lease, name).clone() for name in names}
+    return PromptTensors.from_named_tensors(copies)

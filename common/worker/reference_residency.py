@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.tensors.parts import in_flight_bytes
 from common.tensors.spec import Residency
+from common.worker.optimizer_parts import optimizer_sizes
 from common.worker.weights import policy_layout
 
 if TYPE_CHECKING:
@@ -31,6 +33,15 @@ def reference_residency(context: RunContext, reference: WeightLayout) -> Residen
     return Residency.SPILLABLE if wanted else Residency.PINNED
 
 
+def spilled_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
+    """Of reference weights that are spillable: what leaves the device when nothing reads them.
+
+    Returns: 0 where the host has no room for the copy beside the optimizer's.
+    """
+    fits = _copies_bytes(context, policy, reference) <= context.broker.copies_bytes
+    return reference.total_elements * context.dtype.itemsize if fits else 0
+
+
 def budget_is_short(
     context: RunContext,
     policy: WeightLayout,
@@ -41,26 +52,29 @@ def budget_is_short(
 ) -> bool:
     """Whether the device lacks room that spilled reference weights would make.
 
-    While the run trains and updates, all its other storages are on the device, the optimizer's
-    state too, beside what a step allocates: `training.graph_reserve_gib`. Where the budget has room
-    for all of that and for the reference, spilling makes none that is missing. It makes none either
-    where the host has no room for the copy, beside the optimizer's, which leaves for longer.
+    While the run trains and updates, all its other storages are on the device, of the optimizer's
+    state the parts in flight where it is spilled, beside what a step allocates:
+    `training.graph_reserve_gib`. Where the budget has room for all of that and for the reference,
+    spilling makes none that is missing. It makes none either where the host has no room for the
+    copy, beside the optimizer's, which leaves for longer.
 
     Args:
         capacity_bytes: what the broker may hand out of the device.
         copies_bytes: what it may take of the host for spilled contents.
     """
-    weights_bytes = context.dtype.itemsize
-    state_bytes = context.accumulator_dtype.itemsize
-    has_masters = context.dtype is not context.accumulator_dtype
-    optimizer = policy.trainable_elements * state_bytes * (3 if has_masters else 2)
-    spilled = reference.total_elements * weights_bytes
+    parts = optimizer_sizes(context, policy)
+    optimizer = in_flight_bytes(parts) if context.spills_optimizer else sum(parts)
     storages = (
-        policy.total_elements * weights_bytes
-        + policy.trainable_elements * state_bytes
+        (policy.total_elements + reference.total_elements) * context.dtype.itemsize
+        + policy.trainable_elements * context.accumulator_dtype.itemsize
         + optimizer
-        + spilled
     )
-    copies = spilled + (optimizer if context.spills_optimizer else 0)
+    copies = _copies_bytes(context, policy, reference)
     reserve = context.recipe.training.graph_reserve_gib * 2**30
     return storages + reserve > capacity_bytes and copies <= copies_bytes
+
+
+def _copies_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
+    """Of everything that a run with spilled reference weights spills."""
+    optimizer = sum(optimizer_sizes(context, policy)) if context.spills_optimizer else 0
+    return reference.total_elements * context.dtype.itemsize + optimizer

@@ -139,6 +139,8 @@ class StepScope:
         Raises: StepOver if the epoch ends before it starts.
         """
         governor = self._governor
+        if self._own_memory is not None:
+            await self._own_memory.keep_to_budget()
         if governor is None or not governor.decoding:
             return await self._computed(task, job, work, beside=False)
         async with self.exclusive(governor.token.storage):

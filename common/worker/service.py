@@ -57,11 +57,15 @@ class WorkerService:
         )
 
     async def run(self) -> None:
-        """Handle messages until cancelled. Raises DeviceLost when the GPU is lost."""
+        """Handle messages until cancelled.
+
+        Raises: DeviceLost when the GPU is lost, RanksParted when other ranks are.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self.actor.run(), name="actor")
             group.create_task(self._report_phase(), name="phase")
             group.create_task(self._device.watch(), name="device")
+            group.create_task(self.actor.parted(), name="ranks")
 
     async def drain(self) -> None:
         """Abandon the step: its tasks may wait for others that are going away too."""

@@ -11,6 +11,7 @@ import torch
 from common.gpu.driver import CudaDriverError
 from common.gpu.green_streams import GreenStreams
 from common.worker.device import wait_for
+from common.worker.device_memory import device_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,10 +67,8 @@ class SmShares:
         moves, self._last = share != self._last, share
         if not moves or self._streams is None:
             return
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
-            self._device
-        )
-        if unused > KEPT_BYTES and torch.cuda.mem_get_info(self._device)[0] < SCARCE_BYTES:
+        memory = device_memory(self._device)
+        if memory is not None and memory.unused > KEPT_BYTES and memory.free < SCARCE_BYTES:
             torch.cuda.empty_cache()
 
 

@@ -11,28 +11,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.ids import Participant, WeightsVersion
-from common.tensors.spec import DType, Residency, TensorSpec
+from common.tensors.spec import Residency, TensorSpec
 from common.tensors.storage import Storage, StorageSpec
 from common.tensors.views import tensor_view
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.kernels import split_model
 from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
+from common.vlm.parallel.model import config_shape, parallel_model
+from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.random_weights import fill_random
 from common.weights.binding import bind_parameters
 from common.worker.scope import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from transformers import Qwen2_5_VLConfig
 
     from common.vlm.model import SplitModel
+    from common.vlm.parallel.shards import Shard
     from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
 
 POLICY_WEIGHTS = "policy.weights"
-POLICY_OPTIMIZER = "policy.optimizer"
 POLICY_GRADIENTS = "policy.gradients"
 REFERENCE_WEIGHTS = "reference.weights"
 
@@ -43,10 +45,6 @@ KV = "kv"
 """The one tensor of a lease of prefix K/V, or of their gradients: [L, 2, K, P, D]."""
 FLAT = "flat"
 """The one tensor of a storage of weights ([E]) or gradients ([Et])."""
-MASTERS = "masters"
-"""[Et] in the accumulator's dtype; only where the compute dtype is another one."""
-MOMENTS = "moments"
-"""[2, Et] in the accumulator's dtype: AdamW's first and second moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +53,29 @@ class ModelShape:
 
     config: Qwen2_5_VLConfig
     layout: WeightLayout
+    """Of this rank."""
+    whole: WeightLayout
+    """Of the model without tensor parallelism."""
+    parts: Mapping[str, Shard] | None
+    """This rank's part of every parameter; None: it is the only rank."""
     suppressed: torch.Tensor
     """[n] int64 ids that are never sampled."""
 
 
 def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> ModelShape:
-    """Read the configuration and lay out the weights. Raises ModelFilesError."""
+    """Read the configuration and lay out the weights. Raises ModelFilesError, DegreeInvalid."""
     config = load_config(path)
+    whole = _layout(context, config, train_vision=train_vision)
+    layout, parts = whole, None
+    if context.degree > 1:
+        place = {"rank": context.participant.rank, "degree": context.degree}
+        parts = shards(whole, config_shape(config), **place)
+        layout = rank_layout(whole, parts, **place)
     return ModelShape(
         config=config,
-        layout=_layout(context, config, train_vision=train_vision),
+        layout=layout,
+        whole=whole,
+        parts=parts,
         suppressed=torch.tensor(
             suppressed_token_ids(config), dtype=torch.int64, device=context.device
         ),
@@ -94,9 +105,7 @@ def reference_shape(context: RunContext) -> ModelShape:
     return model_shape(context, model.reference_path or model.path, train_vision=False)
 
 
-def first_weights(
-    context: RunContext, path: Path, layout: WeightLayout, flat: torch.Tensor
-) -> None:
+def first_weights(context: RunContext, path: Path, shape: ModelShape, flat: torch.Tensor) -> None:
     """Fill a storage with what a run begins with: the folder's weights, or random ones.
 
     Args:
@@ -105,9 +114,9 @@ def first_weights(
     Raises: what `load_checkpoint` does.
     """
     if context.recipe.model.weights == "random":
-        fill_random(flat, layout, seed=context.recipe.seed)
+        fill_random(flat, shape.layout, seed=context.recipe.seed, shards=shape.parts)
     else:
-        load_checkpoint(path, layout, flat)
+        load_checkpoint(path, shape.layout, flat, shards=shape.parts)
 
 
 def flat_spec(
@@ -125,17 +134,6 @@ def flat_spec(
     )
 
 
-def optimizer_spec(context: RunContext, layout: WeightLayout, owner: Participant) -> StorageSpec:
-    """Masters and moments; masters only where they are not the weights themselves."""
-    dtype: DType = dtype_name(context.accumulator_dtype)
-    size = layout.trainable_elements
-    tensors = [TensorSpec(name=MOMENTS, dtype=dtype, shape=(2, size))]
-    if context.dtype is not context.accumulator_dtype:
-        tensors.append(TensorSpec(name=MASTERS, dtype=dtype, shape=(size,)))
-    residency = Residency.SPILLABLE if context.spills_optimizer else Residency.PINNED
-    return StorageSpec(tensors=tuple(tensors), readers=(), writers=(owner,), residency=residency)
-
-
 def shared_model(
     context: RunContext, shape: ModelShape, weights: Storage, gradients: Storage | None
 ) -> SplitModel:
@@ -146,5 +144,8 @@ def shared_model(
     """
     model = empty_model(shape.config, device=context.device, dtype=context.dtype)
     flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
+    split = None
+    if context.tensor is not None:
+        split = parallel_model(model, context.tensor.mesh)
     bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
-    return split_model(model, context.recipe.model.kernels)
+    return split or split_model(model, context.recipe.model.kernels)

@@ -58,7 +58,7 @@ def _entries(ledger: Ledger) -> Table:
     for group in ledger.groups():
         first = group.first
         table.add_row(
-            first.name,
+            first.class_name,
             str(len(group.entries)),
             size(group.size_bytes),
             first.device,

@@ -72,7 +72,7 @@ def scheduled(
         graphs: prefixes whose graph is kept at a time.
         inputs: with `graphs`, layer inputs only.
         restore_ahead: groups still to be trained when the optimizer's state comes back to the
-            device; 0: it comes back for the update.
+            device; 0: its parts come back in the update, a few at a time.
     """
     table = Table()
     _storages(table, sizes, schedule)
@@ -130,11 +130,18 @@ def _storages(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     read = reference_phases(schedule) if request.spill_reference else tuple(Phase)
     table.put(TensorClass.REFERENCE, sizes.weights(request.train_tp), read)
     table.put(TensorClass.ACCUMULATOR, sizes.accumulator)
-    # beside the vision tower it is on its way to the host
-    there = (Phase.VISION, Phase.UPDATE) if request.spill_optimizer else tuple(Phase)
-    table.put(TensorClass.MASTERS, sizes.masters, there)
-    table.put(TensorClass.MOMENTS, sizes.moments, there)
+    if request.spill_optimizer:
+        # beside the vision tower the last parts are on their way to the host
+        _optimizer(table, sizes, sizes.in_flight_elements, (Phase.VISION, Phase.UPDATE))
+    else:
+        _optimizer(table, sizes, sizes.optimizer_elements, tuple(Phase))
     table.put(TensorClass.RESERVE, RESERVE_BYTES)
+
+
+def _optimizer(table: Table, sizes: Sizes, elements: int, phases: tuple[Phase, ...]) -> None:
+    """Masters and moments of so many parameters."""
+    table.put(TensorClass.MASTERS, sizes.masters_of(elements), phases)
+    table.put(TensorClass.MOMENTS, sizes.moments_of(elements), phases)
 
 
 def _prompts(table: Table, sizes: Sizes, schedule: Schedule) -> None:
@@ -215,9 +222,9 @@ def _graphs(
     table.put(TensorClass.GRAPHS, graphs * one, graph_phases(schedule))
     table.put(TensorClass.GRAPHS, (graphs + again) * one, training_phases(schedule))
     late = min(graphs + again, restore_ahead)
-    optimizer = sizes.masters + sizes.moments
-    spilled = sizes.request.spill_optimizer
-    if spilled and restore_ahead and late * one + optimizer >= (graphs + again) * one:
+    if not (sizes.request.spill_optimizer and restore_ahead):
+        return
+    _optimizer(table, sizes, sizes.optimizer_elements, (Phase.UPDATE,))
+    if late * one + sizes.masters + sizes.moments >= (graphs + again) * one:
         table.put(TensorClass.GRAPHS, late * one, (Phase.TRAINING,))
-        table.put(TensorClass.MASTERS, sizes.masters, (Phase.TRAINING,))
-        table.put(TensorClass.MOMENTS, sizes.moments, (Phase.TRAINING,))
+        _optimizer(table, sizes, sizes.optimizer_elements, (Phase.TRAINING,))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.step.schedule import Schedule
+from common.tensors.parts import PARTS_IN_FLIGHT
 from rollplex.plan.lifetimes import naive, scheduled
 from rollplex.plan.sizes import Sizes
 from rollplex.plan.table import Phase, TensorClass
@@ -20,7 +21,7 @@ NAIVE = "naive"
 
 RESTORE_AHEAD_GROUPS = 3
 """Groups still to be trained when the optimizer's state is sent back to the device, where there is
-room for it that early."""
+room for all of it that early."""
 
 _GIB = 2**30
 _LARGEST = 3
@@ -34,8 +35,8 @@ class Plan:
         name: `NAIVE` or a schedule.
         graphs: prefixes whose graph is kept at a time.
         inputs: layer inputs only are kept, and layers run again in the backward.
-        restore_ahead: groups still to be trained when the optimizer's state comes back; 0: it
-            comes back for the update, if it has left.
+        restore_ahead: groups still to be trained when the optimizer's state comes back; 0: its
+            parts come back in the update, if they have left.
         host_bytes: of the GPU's tensors that are on the host while they are not needed.
         notes: what was chosen, and what that costs.
     """
@@ -124,7 +125,7 @@ def _scheduled(request: PlanRequest, schedule: Schedule) -> Plan:
 def _most_graphs(request: PlanRequest, schedule: Schedule, *, most: int, inputs: bool) -> int:
     """As many as there is room for, up to `most`; 1 if there is none.
 
-    Fewer graphs never take more, and nor does optimizer state that comes back for the update.
+    Fewer graphs never take more, and nor does optimizer state that comes back in the update.
     """
 
     def too_many(graphs: int) -> bool:
@@ -146,7 +147,7 @@ def _choice(
         restore_ahead=ahead,
         host_bytes=_host_bytes(sizes),
         table=table,
-        notes=_notes(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead),
+        notes=_notes(sizes, schedule, inputs=inputs, graphs=graphs, ahead=ahead),
     )
 
 
@@ -157,9 +158,9 @@ def _host_bytes(sizes: Sizes) -> int:
 
 
 def _notes(
-    request: PlanRequest, schedule: Schedule, *, inputs: bool, graphs: int, ahead: int
+    sizes: Sizes, schedule: Schedule, *, inputs: bool, graphs: int, ahead: int
 ) -> tuple[str, ...]:
-    groups = request.groups
+    request, groups = sizes.request, sizes.request.groups
     notes = []
     if schedule is Schedule.SERIAL:
         notes.append("one prefix at a time runs forward and, with its graph, backward")
@@ -172,8 +173,10 @@ def _notes(
     if not request.spill_optimizer:
         notes.append("optimizer state stays on the GPU")
     else:
-        when = f"with {ahead} groups left to train" if ahead else "for the update, not beside work"
-        notes.append(f"optimizer state is on the host from the vision phase on, and back {when}")
+        parts = len(sizes.optimizer_parts)
+        few = f"in the update, {min(PARTS_IN_FLIGHT, parts)} of its {parts} parts at a time"
+        when = f"with {ahead} groups left to train" if ahead else few
+        notes.append(f"optimizer state is on the host from its update on, and back {when}")
     if request.spill_reference:
         notes.append("reference weights are on the host while nothing is scored or prepared for it")
     return tuple(notes)

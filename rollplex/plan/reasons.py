@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.step.schedule import Schedule
+from common.tensors.parts import PARTS_IN_FLIGHT
 from common.vlm.shape import QWEN3, vision_ranks
 from rollplex.plan.plan import NAIVE, gib
-from rollplex.plan.sizes import RESERVE_BYTES
+from rollplex.plan.sizes import OPTIMIZER_PART_MIB, RESERVE_BYTES
 from rollplex.plan.table import TensorClass
 from rollplex.plan.weights import parameter_count, rank_elements
 
@@ -33,8 +34,8 @@ def _weights(plan: Plan) -> dict[TensorClass, str]:
     held = rank_elements(request.shape, ranks)
     use = f"one storage for training TP {train} and rollout TP {rollout}: " if shared else ""
     divided = f" over {request.replicas} replicas" if request.shard_optimizer else ""
-    part = f"{sizes.optimizer_part:,} parameters{divided}"
-    stay = "; on the host while not needed" if plan.host_bytes else ""
+    part = f"{sizes.optimizer_elements:,} parameters{divided}"
+    stay = _leaving(sizes) if plan.name != NAIVE and request.spill_optimizer else ""
     size = sizes.accumulator_itemsize
     return {
         TensorClass.POLICY: f"{use}{held:,} parameters of a rank of TP {ranks} x "
@@ -48,6 +49,13 @@ def _weights(plan: Plan) -> dict[TensorClass, str]:
         TensorClass.MASTERS: f"{part} x {size} bytes{stay}",
         TensorClass.MOMENTS: f"{part} x 2 x {size} bytes{stay}",
     }
+
+
+def _leaving(sizes: Sizes) -> str:
+    return (
+        f"; on the host while not needed, and of {sizes.in_flight_elements:,} parameters at a time "
+        "while parts of it leave or come back"
+    )
 
 
 def _prefixes(plan: Plan) -> dict[TensorClass, str]:
@@ -129,6 +137,9 @@ def assumptions(request: PlanRequest, sizes: Sizes) -> list[str]:
         f"masters and moments are {request.optimizer_dtype}, "
         + ("split over the replicas" if request.shard_optimizer else "whole in every replica")
         + "; the accumulator is whole in every replica",
+        f"spilled optimizer state is in parts of about {OPTIMIZER_PART_MIB:g} MiB, of which "
+        f"{PARTS_IN_FLIGHT} are on the GPU at a time in an update: one leaves, one is updated, one "
+        "comes; where there is room for all, they come ahead and stay until they are updated",
         "tensors of the model's width between products are "
         + ("split over the ranks (sequence parallel)" if request.sequence_parallel else "whole"),
         f"the vision tower is {'trained' if request.train_vision else 'frozen'} and split over "
@@ -139,7 +150,9 @@ def assumptions(request: PlanRequest, sizes: Sizes) -> list[str]:
         f"{'fused kernels' if sizes.fused else 'plain modules'} under the schedules",
     ]
     if max(train, request.rollout_tp) > 1:
-        listed.append("the services run one rank a model: larger TP degrees are planned only")
+        listed.append(
+            "on GPUs the services run one rank a model: larger TP degrees are planned only"
+        )
     if shape.model_type == QWEN3:
         listed.append("the services run Qwen2.5-VL only: this model is planned only")
     if request.layouts_nest:

@@ -7,7 +7,9 @@ from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
+from common.tensors.parts import in_flight_bytes
 from common.vlm.shape import QWEN3, vision_ranks
+from common.weights.cuts import cuts
 from rollplex.plan.request import DTYPE_BYTES
 from rollplex.plan.saved import Kept, tower, tower_inputs
 from rollplex.plan.weights import kv_heads_of_rank, rank_elements
@@ -24,6 +26,9 @@ leaves out of its budget by default."""
 
 LOGITS_BYTES = 1 << 28
 """Most bytes of logits alive at once in the fused vocabulary kernels."""
+
+OPTIMIZER_PART_MIB = 3072.0
+"""Of a part of the optimizer's state, as in a recipe's defaults."""
 
 NORM_PART_BYTES = 8 << 26
 """The update's float64 copy for the global norm, a part of the gradients at a time."""
@@ -77,7 +82,7 @@ class Sizes:
         return rank_elements(self.shape, self.request.train_tp, trainable_vision=vision)
 
     @cached_property
-    def optimizer_part(self) -> int:
+    def optimizer_elements(self) -> int:
         """Trainable parameters whose masters and moments this GPU has."""
         replicas = self.request.replicas if self.request.shard_optimizer else 1
         return -(-self.trainable // replicas)
@@ -90,13 +95,35 @@ class Sizes:
     @property
     def masters(self) -> int:
         """Master weights; none where the compute weights have the same dtype."""
-        same = self.request.dtype == self.request.optimizer_dtype
-        return 0 if same else self.optimizer_part * self.accumulator_itemsize
+        return self.masters_of(self.optimizer_elements)
 
     @property
     def moments(self) -> int:
         """First and second moments."""
-        return 2 * self.optimizer_part * self.accumulator_itemsize
+        return self.moments_of(self.optimizer_elements)
+
+    def masters_of(self, elements: int) -> int:
+        """Master weights of so many parameters."""
+        same = self.request.dtype == self.request.optimizer_dtype
+        return 0 if same else elements * self.accumulator_itemsize
+
+    def moments_of(self, elements: int) -> int:
+        """Moments of so many parameters."""
+        return 2 * elements * self.accumulator_itemsize
+
+    @cached_property
+    def optimizer_parts(self) -> tuple[slice, ...]:
+        """The parts of the optimizer's state, as ranges of its parameters."""
+        return cuts(
+            self.optimizer_elements,
+            element_bytes=self.masters_of(1) + self.moments_of(1),
+            part_mib=OPTIMIZER_PART_MIB,
+        )
+
+    @cached_property
+    def in_flight_elements(self) -> int:
+        """Parameters whose masters and moments are on the GPU at a time while they are spilled."""
+        return in_flight_bytes([part.stop - part.start for part in self.optimizer_parts])
 
     def kv(self, tokens: int, ranks: int, itemsize: int | None = None) -> int:
         """Keys and values of so many tokens in all layers."""

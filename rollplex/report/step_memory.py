@@ -1,4 +1,4 @@
-"""Memory over exactly one training step of a run that is going on."""
+"""Memory over exactly one training step of the run that is at work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from common.errors import FailedPrecondition
 from common.step.plan import StepMode
-from rollplex.models import RunState
 from rollplex.report.memory import sampled_memory
 from rollplex.report.run_files import read_timeline
 from rollplex.report.step_phases import step_phases
@@ -24,10 +23,10 @@ async def sample_step(client: Client) -> tuple[MemorySeries, StepPhases]:
     """Sample until a step that began after the first sample is committed.
 
     Returns: the samples of that step alone, and its phases.
-    Raises: FailedPrecondition if no run is going on, it ends before that, or its folder is on
+    Raises: FailedPrecondition if no run is at work, it ends before that, or its folder is on
         another machine.
     """
-    run = await _running(client)
+    run = await _run_here(client)
     async with sampled_memory(client.ledger) as series:
         async for update in client.watch_run(run.run_id):
             record = update.step
@@ -40,11 +39,8 @@ async def sample_step(client: Client) -> tuple[MemorySeries, StepPhases]:
     raise FailedPrecondition(f"run {run.run_id} ended before a whole step of it was sampled")
 
 
-async def _running(client: Client) -> Run:
-    going_on = (RunState.RUNNING, RunState.CONFIGURING)
-    run = next((run for run in await client.list_runs() if run.state in going_on), None)
-    if run is None:
-        raise FailedPrecondition("no run is going on; `rollplex run` starts one")
+async def _run_here(client: Client) -> Run:
+    run = await client.run_at_work()
     if not await asyncio.to_thread(Path(run.run_dir).is_dir):
         raise FailedPrecondition(
             f"the folder {run.run_dir} of run {run.run_id} is not on this machine; a step's "

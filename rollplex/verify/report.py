@@ -12,7 +12,7 @@ from rollplex.verify.node import run_module, temporary_node
 from rollplex.verify.schedules import compare_schedules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 CPU_LIMITS: Mapping[str, float] = {
     "split_vs_monolithic_rel_grad_diff_f64": 1e-8,
@@ -63,26 +63,34 @@ class VerifyReport:
         return json.dumps({**self.values, "passed": not self.failures}, indent=2)
 
 
-async def verify(*, device: str = "cpu", keep: Path | None = None) -> VerifyReport:
+def _nothing(_: str) -> None:
+    """For `verify`."""
+
+
+async def verify(
+    *, device: str = "cpu", keep: Path | None = None, say: Callable[[str], object] = _nothing
+) -> VerifyReport:
     """Measure everything on this machine, in services of its own.
 
     Args:
         device: what the split pass and the workers compute on.
         keep: folder to leave runs and logs in; None: a temporary one.
+        say: told what comes next; the whole takes minutes.
     """
     if keep is not None:
-        return await _verify(device, keep)
+        return await _verify(device, keep, say)
     with tempfile.TemporaryDirectory(prefix="rollplex-verify-") as folder:
-        return await _verify(device, Path(folder))
+        return await _verify(device, Path(folder), say)
 
 
-async def _verify(device: str, folder: Path) -> VerifyReport:
+async def _verify(device: str, folder: Path, say: Callable[[str], object]) -> VerifyReport:
+    say("the split pass against an unmodified model")
     split = json.loads(await run_module("common.vlm.verify_split", "--device", device))
     model = folder / "model"
     spec = Path(__file__).with_name("model.toml")
     await run_module("rollplex.cli", "init-model", str(spec), str(model))
     async with temporary_node(folder / "node", device=device) as address:
-        schedules = await compare_schedules(address, folder / "runs", model, device=device)
+        schedules = await compare_schedules(address, folder / "runs", model, device=device, say=say)
     return VerifyReport(
         device=device,
         values={

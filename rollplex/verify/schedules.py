@@ -23,7 +23,7 @@ from rollplex.client import Client
 from rollplex.models import Run, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 STEPS = 5
 PATIENCE = timedelta(seconds=60)
@@ -44,13 +44,19 @@ class ScheduleReport:
 
 
 async def compare_schedules(
-    address: str, folder: Path, model: Path, *, device: str
+    address: str,
+    folder: Path,
+    model: Path,
+    *,
+    device: str,
+    say: Callable[[str], object],
 ) -> ScheduleReport:
     """Run all three schedules one after the other on the node at `address`."""
     runs: dict[Schedule, Run] = {}
     fed = {Schedule.FUSED} if device == "cpu" else {Schedule.ROLLPLEX, Schedule.FUSED}
     async with await Client.connect(address) as client:
         for schedule in Schedule:
+            say(f"{STEPS} steps of {schedule}")
             replay = Path(runs[Schedule.SERIAL].run_dir) if schedule in fed else None
             recipe = verification_recipe(model, schedule, replay_from=replay)
             run = await client.create_run(recipe, run_dir=folder / schedule)

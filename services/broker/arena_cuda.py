@@ -151,7 +151,7 @@ def gpu_arena(deployment: Deployment, ordinal: int) -> BudgetedArena:
     return BudgetedArena(
         arena=CudaArena(ordinal),
         capacity_bytes=capacity_bytes,
-        limit_bytes=max(capacity_bytes, total_bytes - UNLISTED_BYTES),
+        limit_bytes=limit_bytes(deployment.hbm_budget_gib, total_bytes=total_bytes),
         context_bytes=context_bytes,
     )
 
@@ -173,6 +173,16 @@ def budget_bytes(wanted_gib: float | None, *, total_bytes: int, device: str) -> 
             "workspaces need"
         )
     return wanted_bytes
+
+
+def limit_bytes(wanted_gib: float | None, *, total_bytes: int) -> int:
+    """How much of a GPU may be handed out, reserved, and held by processes themselves, together.
+
+    Args: wanted_gib: from the deployment, which binds all of it; None: all that can be listed.
+    """
+    if wanted_gib is None:
+        return total_bytes - UNLISTED_BYTES
+    return min(int(wanted_gib * _GIB), total_bytes - UNLISTED_BYTES)
 
 
 def _sharing(deployment: Deployment, ordinal: int) -> str:

@@ -126,6 +126,13 @@ class ReplyDone(Reply):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyRoom(Reply):
+    """What is left of the budget of the participant's device, beyond what waits for room."""
+
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(Reply):
     """The request failed. For a one-way request it ends the session."""
 

@@ -1,7 +1,8 @@
 """The broker's memory by generation: made, handed out, spilled, restored, freed.
 
-Copies between a device and the host run in a thread of their own, one after the other, and each
-ends in exactly one event. Memory that is freed while it is being copied goes when the copy ends.
+Copies between a device and the host run beside the event loop, in one thread a direction, as a link
+carries both at once. Each ends in exactly one event. Memory that is freed while it is being copied
+goes when the copy ends.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Memory:
         self._meter = meter
         self._pieces: dict[Generation, _Piece] = {}
         self._closed = False
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="spilling")
+        self._out = ThreadPoolExecutor(1, thread_name_prefix="spilling")
+        self._back = ThreadPoolExecutor(1, thread_name_prefix="restoring")
 
     def create(self, order: CreateMemory) -> None:
         """Make memory. Raises OSError if the system has none."""
@@ -95,23 +97,27 @@ class Memory:
 
         Args: copied: the host has them already, from an earlier spill.
         """
-        self._move(generation, self._let_device_go if copied else self._write_out)
+        self._move(self._out, generation, self._let_device_go if copied else self._write_out)
 
     def restore(self, generation: Generation) -> None:
         """Begin to copy the contents back to the device."""
-        self._move(generation, self._read_back)
+        self._move(self._back, generation, self._read_back)
 
     def close(self) -> None:
-        """Give everything back, once the copy that runs has ended. Blocks. Idempotent."""
+        """Give everything back, once the copies that run have ended. Blocks. Idempotent."""
         self._closed = True
-        self._copier.shutdown(wait=True)
+        self._out.shutdown(wait=True)
+        self._back.shutdown(wait=True)
         for piece in self._pieces.values():
             piece.moving = False
         for generation in list(self._pieces):
             self.free(generation)
 
     def _move(
-        self, generation: Generation, move: Callable[[Generation, _Piece], MoveEnded]
+        self,
+        thread: ThreadPoolExecutor,
+        generation: Generation,
+        move: Callable[[Generation, _Piece], MoveEnded],
     ) -> None:
         piece, loop = self._pieces[generation], asyncio.get_running_loop()
         piece.moving = True
@@ -130,7 +136,7 @@ class Memory:
             else:
                 _call(loop, self._moved, piece, event)
 
-        self._copier.submit(job)
+        thread.submit(job)
 
     def _moved(self, piece: _Piece, event: MoveEnded) -> None:
         piece.moving = False
@@ -189,7 +195,7 @@ class Memory:
         if copy is None:
             return
         try:
-            self._copier.submit(copy.free)
+            self._out.submit(copy.free)
         except RuntimeError:
             copy.free()  # the thread has ended
 

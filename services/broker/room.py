@@ -94,6 +94,11 @@ class Room:
         return max(0, free_bytes)
 
     @property
+    def left_bytes(self) -> int:
+        """What could be taken beside everything that waits."""
+        return max(0, self.free_bytes - sum(request.size_bytes for request in self.waiting))
+
+    @property
     def lease_bytes(self) -> int:
         """What leases may come to. Held memory counts as returned: much of it is cached."""
         return self.capacity_bytes - self.run_scoped_bytes

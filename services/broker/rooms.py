@@ -60,6 +60,8 @@ class Rooms:
         self.copies = Room(
             device=COPIES, capacity_bytes=copies_bytes, page_bytes=sizes[0].page_bytes, table=table
         )
+        self.promised_bytes = 0
+        """Of the room for copies, what the storages that may be spilled come to."""
         self._spilling = {size.device for size in sizes if size.spills}
         self._rooms = {
             size.device: Room(
@@ -80,8 +82,9 @@ class Rooms:
         return iter((*self._rooms.values(), self.copies))
 
     def spills(self, device: str, size_bytes: int) -> bool:
-        """Whether a storage of a device can be spilled: there may be room for its copy."""
-        return device in self._spilling and size_bytes <= self.copies.capacity_bytes
+        """Whether one more storage of a device can be spilled: there is room for its copy too."""
+        free_bytes = self.copies.capacity_bytes - self.promised_bytes
+        return device in self._spilling and size_bytes <= free_bytes
 
     def knows(self, device: str) -> bool:
         """Whether a device has a room."""

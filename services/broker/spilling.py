@@ -9,8 +9,10 @@ Invariants, after every event:
 
 A storage that is wanted while its budget, or the device itself, has no room waits, for as long as
 somebody wants it; the node is told every now and then that memory is wanted. One that is only
-expected gives way to whatever waits for room of its device: the hold that is expected may come
-after that. If it has come back already, it leaves again, until the hold brings it back.
+expected gives way to whatever waits for room of its device: leases, storages to be made, and
+spilled storages that somebody waits to hold or to open. Its own hold may come after theirs: parts
+of a whole are held in order, and any of them may be the first to be back. If it has come back
+already, it leaves again, until a hold or another word brings it back.
 """
 
 from __future__ import annotations
@@ -62,14 +64,21 @@ class Spilling:
         self._storages = storages
         self._opening = opening
 
+        self._called_ns: dict[str, int] = {}
+        """By device, when the node was last told that memory of it is wanted."""
+        self._bare_until_ns: dict[str, int] = {}
+        """By device that had no memory for a restore, until when nothing that is only expected is
+        tried."""
+
     def deadlines(self) -> list[int]:
         """When storages that wait for memory have to be looked at again."""
         return [s.again_ns for s in self._storages.values() if self._waits(s)]
 
     def made(self, storage: Storage) -> None:
-        """Its room on the device is taken."""
+        """It is there, its room taken; if it may be spilled, room for its copy is promised."""
         if storage.spillable:
-            self._rooms.of(storage.device).spillable_bytes += storage.size_bytes
+            self._rooms.promised_bytes += storage.size_bytes
+        self._is_on_device(storage)
 
     def park(self, storage: Storage, participant: Participant) -> None:
         """A participant has unmapped it. Nothing for one that holds it: a hold has crossed this."""
@@ -98,6 +107,7 @@ class Spilling:
                 self._give_back_device(storage)
                 storage.copied = True
                 storage.cell.move(Residence.SPILLED, "copied")
+                self._try_again(storage.device)
                 self._tell(storage, seconds, restored=False)
             case Residence.RESTORING, MemoryRestored(seconds=seconds):
                 storage.life += 1
@@ -114,15 +124,19 @@ class Spilling:
                 self._give_back_device(storage)
                 storage.cell.move(Residence.SPILLED, "no memory on the device")
                 storage.starved = True
+                self._bare_until_ns[storage.device] = event.at_ns + AGAIN_NS
                 self._call_for_memory(storage, event.at_ns)
         return storage
 
     def settle(self, now_ns: int) -> None:
-        """Begin the moves that can be made."""
+        """Begin the moves that can be made, those that somebody waits for first."""
+        for storage in self._storages.values():
+            if self._awaited(storage):
+                self._restore(storage, now_ns)
         for storage in self._storages.values():
             if self._can_spill(storage):
                 self._spill(storage)
-            elif self._waits(storage):
+            elif self._waits(storage) and not self._awaited(storage):
                 self._restore(storage, now_ns)
 
     def free(self, storage: Storage) -> None:
@@ -131,9 +145,13 @@ class Spilling:
             self._give_back_device(storage)
         if storage.has_copy:
             self._rooms.copies.give_back(storage.size_bytes, run_scoped=True)
+        if storage.spillable:
+            self._rooms.promised_bytes -= storage.size_bytes
 
     def validate(self) -> None:
         """Check the invariants; for tests."""
+        promised = [s.size_bytes for s in self._storages.values() if s.spillable]
+        assert sum(promised) == self._rooms.promised_bytes <= self._rooms.copies.capacity_bytes
         for storage in self._storages.values():
             assert storage.resident or not (storage.holds or storage.mapped)
             assert storage.resident or (storage.has_copy and storage.spillable)
@@ -148,20 +166,30 @@ class Spilling:
 
     def _wanted(self, storage: Storage) -> bool:
         """Of those who only expect it nobody is kept from work that they may wait for."""
-        return (
-            bool(storage.expected and not self._rooms.of(storage.device).waiting)
-            or any(storage.judge_resident(wanted).grant for wanted in storage.waiting)
-            or self._opening((storage.run_id, storage.name))
-        )
+        if self._demanded(storage):
+            return True
+        return bool(storage.expected) and not self._is_short(storage.device)
+
+    def _demanded(self, storage: Storage) -> bool:
+        """Whether somebody waits to hold or to open it, and would be let in if it were there."""
+        return any(
+            storage.judge_resident(wanted).grant for wanted in storage.waiting
+        ) or self._opening((storage.run_id, storage.name))
+
+    def _awaited(self, storage: Storage) -> bool:
+        return storage.cell.state is Residence.SPILLED and self._demanded(storage)
+
+    def _is_short(self, device: str) -> bool:
+        """Whether somebody waits for room of a device."""
+        awaited = (s for s in self._storages.values() if s.device == device and self._awaited(s))
+        return bool(self._rooms.of(device).waiting) or any(awaited)
 
     def _waits(self, storage: Storage) -> bool:
         return storage.cell.state is Residence.SPILLED and self._wanted(storage)
 
     def _can_spill(self, storage: Storage) -> bool:
         idle = storage.resident and storage.parked and not (storage.mapped or storage.holds)
-        if not idle or self._wanted(storage):
-            return False
-        return storage.has_copy or self._rooms.copies.fits(storage.size_bytes)
+        return bool(idle) and not self._wanted(storage)
 
     def _spill(self, storage: Storage) -> None:
         if not storage.has_copy:
@@ -171,11 +199,22 @@ class Spilling:
         storage.cell.move(Residence.SPILLING, "parked by all")
         self._outbox.add(SpillMemory(generation=storage.generation, copied=storage.copied))
 
+    def _try_again(self, device: str) -> None:
+        """Memory of a device was given back: what found none need not wait any longer."""
+        self._bare_until_ns.pop(device, None)
+        for storage in self._storages.values():
+            if storage.device == device and storage.starved:
+                storage.again_ns = 0
+
     def _restore(self, storage: Storage, now_ns: int) -> None:
+        bare_until_ns = self._bare_until_ns.get(storage.device, 0)
+        if now_ns < bare_until_ns and not self._demanded(storage):
+            storage.starved, storage.again_ns = True, bare_until_ns
+            return
         due = now_ns >= storage.again_ns
         if self._fits(storage) and (due or not storage.starved):
             self._rooms.of(storage.device).take_now(storage.name, storage.size_bytes)
-            self.made(storage)
+            self._is_on_device(storage)
             storage.starved = False
             storage.cell.move(Residence.RESTORING, "wanted")
             self._outbox.add(RestoreMemory(generation=storage.generation))
@@ -199,7 +238,14 @@ class Spilling:
 
     def _call_for_memory(self, storage: Storage, now_ns: int) -> None:
         storage.again_ns = now_ns + AGAIN_NS
-        self._outbox.add(AnnounceMemoryWanted(device=storage.device, size_bytes=storage.size_bytes))
+        if now_ns >= self._called_ns.get(storage.device, now_ns - AGAIN_NS) + AGAIN_NS:
+            self._called_ns[storage.device] = now_ns
+            wanted = AnnounceMemoryWanted(device=storage.device, size_bytes=storage.size_bytes)
+            self._outbox.add(wanted)
+
+    def _is_on_device(self, storage: Storage) -> None:
+        if storage.spillable:
+            self._rooms.of(storage.device).spillable_bytes += storage.size_bytes
 
     def _give_back_device(self, storage: Storage) -> None:
         room = self._rooms.of(storage.device)

@@ -22,6 +22,7 @@ from common.tensors.errors import (
     StaleLease,
     UnknownRun,
 )
+from common.tensors.spec import Placement
 from services.broker import events
 from services.broker.held import HeldMemory
 from services.broker.instructions import (
@@ -32,6 +33,7 @@ from services.broker.instructions import (
     Instruction,
     Refuse,
     ReplyDone,
+    ReplyRoom,
 )
 from services.broker.leases import LeaseBook
 from services.broker.ledger import LedgerView
@@ -340,7 +342,11 @@ class BrokerState:
 
     @_apply.register
     def _(self, event: events.ReportHeld) -> None:
-        self._held.put(event.origin.participant, event.name, event.size_bytes)
+        participant = event.origin.participant
+        self._held.put(participant, event.name, event.size_bytes)
+        if event.origin.request:
+            room = self._rooms.place(participant, Placement.DEVICE)
+            self._outbox.add(ReplyRoom(origin=event.origin, free_bytes=room.left_bytes))
 
     @_apply.register
     def _(self, event: events.CancelRequest) -> None:

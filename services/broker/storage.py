@@ -7,6 +7,7 @@ are is the business of `spilling`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from common.tensors.errors import (
@@ -17,6 +18,7 @@ from common.tensors.errors import (
     UnknownRun,
     UnknownStorage,
 )
+from common.tensors.parts import in_flight_bytes, whole_of
 from common.tensors.spec import Residency, layout
 from common.tensors.storage import HoldKind
 from services.broker.events import HoldId, StorageId
@@ -75,9 +77,21 @@ class StorageBook:
         return [row for storage in self._storages.values() for row in storage.rows()]
 
     def away_bytes(self, device: str) -> int:
-        """Of a device, what spilled storages will take of it when they come back."""
-        away = (s for s in self._storages.values() if s.device == device and not s.on_device)
-        return sum(storage.size_bytes for storage in away)
+        """Of a device, what storages will take beyond what they take now.
+
+        Negative where parts of a whole will leave it; of those that can be spilled, so many count
+        as are there at a time.
+        """
+        mine = [s for s in self._storages.values() if s.device == device]
+        wholes: defaultdict[tuple[RunId, str], list[int]] = defaultdict(list)
+        needed_bytes = 0
+        for storage in mine:
+            if storage.spillable:
+                wholes[storage.run_id, whole_of(storage.name)].append(storage.size_bytes)
+            else:
+                needed_bytes += storage.size_bytes
+        needed_bytes += sum(in_flight_bytes(sizes) for sizes in wholes.values())
+        return needed_bytes - sum(s.size_bytes for s in mine if s.on_device)
 
     def deadlines(self) -> list[int]:
         """When waiting requests have to be refused, and spilled storages looked at again."""

@@ -67,6 +67,8 @@ def reply_to_proto(reply: instructions.Reply, exports: Sequence[Export] = ()) ->
             message.storage_held.CopyFrom(held)
         case instructions.ReplyDone():
             message.done.SetInParent()
+        case instructions.ReplyRoom():
+            message.room.free_bytes = reply.free_bytes
         case instructions.Refuse():
             message.error.CopyFrom(error_to_proto(reply.error, service=_BROKER))
         case _:

@@ -14,6 +14,7 @@ from common.ids import RunId
 from protos.rollplex.v1 import broker_pb2
 from services.controller.files import check_run_dir, prepare_run_dir
 from services.controller.preflight import check_recipe
+from services.controller.ranks import check_ranks
 from services.controller.record import RunRecord
 from services.controller.room import check_room
 from services.controller.settings import read_recipe
@@ -62,7 +63,8 @@ class Admission:
         run_id = _new_run_id(recipe)
         run_folder = self._run_dir(run_id, run_dir)
         check_run_dir(run_folder)
-        check_room(recipe, await self._ledger())
+        check_room(recipe, await self._ledger(), device=self._deployment.device)
+        check_ranks(recipe, self._deployment)
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:
             file = Path(folder) / "recipe.json"

@@ -161,18 +161,23 @@ class Fleet:
         return _configured(replies)
 
     async def save_checkpoint(self, run_id: RunId, epoch: Epoch) -> worker_pb2.SaveCheckpointReply:
-        """Have the learner write a checkpoint of what it holds."""
-        learner = Participant(service=Service.LEARNER)
+        """Have the learner's ranks write a checkpoint of what they hold; rank 0's reply."""
         request = worker_pb2.SaveCheckpointRequest(run_id=run_id, epoch=epoch)
         timeout = self._config.failures.checkpoint_deadline_s
-        reply: worker_pb2.SaveCheckpointReply = await self._call_when_free(
-            learner,
-            "checkpoint",
-            lambda stub: stub.SaveCheckpoint(request, timeout=timeout),
-            # It may not have seen the end of the step yet.
-            patience_s=_STEP_END_PATIENCE_S,
-        )
-        return reply
+
+        async def one(learner: Participant) -> worker_pb2.SaveCheckpointReply:
+            reply: worker_pb2.SaveCheckpointReply = await self._call_when_free(
+                learner,
+                "checkpoint",
+                lambda stub: stub.SaveCheckpoint(request, timeout=timeout),
+                # It may not have seen the end of the step yet.
+                patience_s=_STEP_END_PATIENCE_S,
+            )
+            return reply
+
+        learners = [p for p in self.workers if p.service is Service.LEARNER]
+        replies = await asyncio.gather(*(one(learner) for learner in learners))
+        return replies[0]
 
     async def release(self, run_id: RunId) -> list[str]:
         """Have every worker give the run up. Returns: what could not be reached, in words."""

@@ -37,7 +37,10 @@ class StepObserver:
     Times are nanoseconds of the node's monotonic clock, which all of its processes share.
     """
 
-    def __init__(self, plan: StepPlan, *, needs_reference: bool) -> None:
+    def __init__(
+        self, plan: StepPlan, *, needs_reference: bool, late: MoveTally | None = None
+    ) -> None:
+        """Args: late: moves of the step before that end now; others may still add to it."""
         self.view = StepView(plan, needs_reference=needs_reference)
         self.began_ns: int | None = None
         self._ended_ns: int | None = None
@@ -47,7 +50,8 @@ class StepObserver:
         self._window_start_ns: int | None = None
         self._seen: set[str] = set()
         self._graphs = GraphTally()
-        self._moves = MoveTally()
+        self._moves = MoveTally(plan)
+        self._late = late or MoveTally(None)
 
     @property
     def finished(self) -> bool:
@@ -107,7 +111,7 @@ class StepObserver:
             **self._learner_metrics(),
             **self._rollout_metrics(wall_s),
             **self._time_metrics(),
-            **self._moves.metrics(),
+            **self._moves.metrics(self._late),
         }
         if plan.mode is StepMode.TRAIN:
             metrics |= self._graphs.metrics()

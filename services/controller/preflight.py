@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.data.forkserver import forkserver
 from common.errors import DeadlineExceeded, InvalidArgument, RollplexError
+from common.service.parent_watch import die_with_parent
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
     from pathlib import Path
 
     from common.config.recipe import Recipe
@@ -69,38 +74,54 @@ async def check_recipe(recipe: Recipe, recipe_file: Path, *, deadline_s: float) 
 
 
 async def _run(module: str, recipe_file: Path, deadline_s: float) -> dict[str, Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        "--recipe",
-        str(recipe_file),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    out, err = (recipe_file.with_name(f"{module}.{stream}") for stream in ("out", "err"))
+    process = forkserver().Process(target=_carry_out, args=(module, recipe_file, out, err))
+    try:
+        # Until the forkserver has imported everything it does not answer.
+        await asyncio.to_thread(process.start)
+    except (OSError, EOFError) as error:
+        raise PreflightBroken(f"{module} could not be started: {error!r}") from error
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await process.communicate()
+            await _ended(process)
+        status = process.exitcode
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"{module} took over {deadline_s:g} s; does loading the data or importing the reward "
             "functions hang?"
         ) from error
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        process.kill()
+        process.join()
+        process.close()
     try:
-        report = json.loads(out.decode().strip().splitlines()[-1])
+        report = json.loads(out.read_text().strip().splitlines()[-1])
         if report["ok"] or report["errors"]:
             return dict(report)
-    except (ValueError, LookupError, TypeError, UnicodeDecodeError):
+    except (OSError, ValueError, LookupError, TypeError):
         pass
-    text = err.decode(errors="replace").strip()[-_TEXT_LIMIT:]
-    raise PreflightBroken(
-        f"python -m {module} ended with status {process.returncode} and no report: {text}"
-    )
+    text = err.read_text(errors="replace").strip()[-_TEXT_LIMIT:] if err.exists() else ""
+    raise PreflightBroken(f"{module} ended with status {status} and no report: {text}")
+
+
+def _carry_out(module: str, recipe_file: Path, out: Path, err: Path) -> None:
+    """In the check's own process: what `python -m module` does, its output in two files."""
+    die_with_parent()
+    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    sys.exit(importlib.import_module(module).main(["--recipe", str(recipe_file)]))
+
+
+async def _ended(process: ForkServerProcess) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(process.sentinel, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
 
 
 def _line(problem: dict[str, Any]) -> str:

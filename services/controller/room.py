@@ -8,7 +8,10 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.tensors.parts import in_flight_bytes
+from common.weights.cuts import cuts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,9 +62,11 @@ def count_elements(model_path: Path, *, key: str) -> Elements:
     return Elements(language=language, vision=vision)
 
 
-def needed_bytes(recipe: Recipe) -> dict[str, int]:
-    """Bytes of the run-scoped storages that a recipe needs, by storage.
+def needed_bytes(recipe: Recipe, *, device: str) -> dict[str, int]:
+    """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
 
+    Args:
+        device: of the deployment, which the recipe may leave to decide what is spilled.
     Raises:
         InvalidArgument: a model folder cannot be read.
     """
@@ -76,10 +81,10 @@ def needed_bytes(recipe: Recipe) -> dict[str, int]:
     master = 8 if recipe.model.dtype == "float64" else 4
     trainable = policy.total if recipe.model.train_vision else policy.language
     # A master copy apart from the weights is needed only where the dtypes differ.
-    copies = 2 if compute == master else 3
+    state = master * (2 if compute == master else 3)
     needed = {
         "policy.weights": policy.total * compute,
-        "policy.optimizer": trainable * master * copies,
+        "policy.optimizer": _optimizer_bytes(recipe, trainable, state, device=device),
         "policy.gradients": trainable * master,
     }
     if recipe.needs_reference:
@@ -87,8 +92,18 @@ def needed_bytes(recipe: Recipe) -> dict[str, int]:
     return needed
 
 
-def check_room(recipe: Recipe, ledger: Ledger) -> None:
+def _optimizer_bytes(recipe: Recipe, trainable: int, element_bytes: int, *, device: str) -> int:
+    """All of the optimizer's state, or, where it is spilled, the parts in flight."""
+    training = recipe.training
+    ranges = cuts(trainable, element_bytes=element_bytes, part_mib=training.optimizer_part_mib)
+    sizes = [element_bytes * (part.stop - part.start) for part in ranges]
+    return in_flight_bytes(sizes) if spills(training.spill_optimizer, device) else sum(sizes)
+
+
+def check_room(recipe: Recipe, ledger: Ledger, *, device: str) -> None:
     """Refuse a run whose run-scoped storages alone are larger than the arena.
+
+    Args: device: of the deployment.
 
     With random weights there are no headers to read; the broker itself refuses storages that do
     not fit.
@@ -99,7 +114,7 @@ def check_room(recipe: Recipe, ledger: Ledger) -> None:
     """
     if recipe.model.weights == "random":
         return
-    needed = needed_bytes(recipe)
+    needed = needed_bytes(recipe, device=device)
     total = sum(needed.values())
     if total <= ledger.capacity_bytes:
         return

@@ -21,6 +21,7 @@ from services.controller import instructions as do
 from services.controller import messages as got
 from services.controller.liveness import Liveness, RestartBudget
 from services.controller.metrics import StepObserver
+from services.controller.move_tally import MoveTally
 from services.controller.phase import ENDED, ON_DISK_FIRST, STATE_OF, TABLE, Phase
 from services.controller.record import History, RunRecord, RunState, StopRequest
 from services.controller.verdict import is_fatal, judge
@@ -58,6 +59,7 @@ class RunMachine:
         self.settings = settings
         self.policy = policy
         self.observer: StepObserver | None = None
+        self._late = MoveTally(None)
         self.waiting_for: tuple[str, ...] = ()
         self._saved = record
         self._cell = StateCell(TABLE, record.run_id, Phase.PENDING)
@@ -229,7 +231,8 @@ class RunMachine:
         )
         plan: StepPlan = make(run_id, step, epoch)
         self._go(Phase.BEGINNING, f"epoch {epoch}", self.settings.deadline_s(plan))
-        self.observer = StepObserver(plan, needs_reference=self.settings.needs_reference)
+        needs_reference = self.settings.needs_reference
+        self.observer = StepObserver(plan, needs_reference=needs_reference, late=self._late)
         self._do(do.BeginStep(ticket=self._ticket, plan=plan))
 
     def _configured(self, message: got.WorkersConfigured) -> None:
@@ -311,6 +314,7 @@ class RunMachine:
             self._died(event.body)
             return
         if observer is None or not observer.apply(event, message.received_ns):
+            self._late.apply(event)
             return
         if isinstance(event.body, bodies.StepBegan):
             self._liveness.step_began()
@@ -379,6 +383,7 @@ class RunMachine:
 
     def _commit(self, observer: StepObserver) -> None:
         step = observer.record(self._update_end_ns)
+        self._late = MoveTally(observer.view.plan)
         if step.mode is StepMode.EVAL:
             self._evaluated[step.weights_version] = step.metrics.get("reward_mean", 0.0)
             self._update(**self._eval_rewards(step.weights_version))

@@ -1,7 +1,8 @@
 """Checkpoints: a folder that plain `transformers` loads, with the trainer's state beside it.
 
-A checkpoint is written into a hidden folder beside its place, flushed, marked, and renamed; a
-folder without the marker is never read.
+A checkpoint is written into a hidden folder beside its place, the optimizer's state part by part,
+then flushed, marked, and renamed; a folder without the marker is never read. It is the same for
+every number of ranks: all of them give what they have, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-
-from common.errors import InvalidArgument
 from common.ids import WeightsVersion
 from common.vlm.checkpoint import load_checkpoint, save_checkpoint
 from common.vlm.files import CONFIG_FILE, INDEX_FILE
-from common.worker.weights import MASTERS, MOMENTS
+from services.learner.optimizer_file import CheckpointInvalid, OptimizerFile
+from services.learner.sharded_optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import Qwen2_5_VLConfig
 
-    from services.learner.training_state import TrainingState
+    from services.learner.sharding import Sharding
+    from services.learner.training_state import StatePart, TrainingState
 
 MARKER = "COMMITTED"
 TRAINER_FOLDER = "trainer"
@@ -35,87 +34,134 @@ FORMAT = 1
 _PREFIX = "step-"
 
 
-class CheckpointInvalid(InvalidArgument):
-    """A folder that is no committed checkpoint of this model; the message says why."""
-
-
 class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(
-        self, folder: Path, state: TrainingState, config: Qwen2_5_VLConfig, *, model_path: Path
+        self,
+        folder: Path,
+        state: TrainingState,
+        config: Qwen2_5_VLConfig,
+        *,
+        model_path: Path,
+        sharding: Sharding | None = None,
     ) -> None:
         """Args:
         folder: holds one folder a checkpoint.
-        state: what is saved and restored.
+        state: of this rank: what is saved and restored.
         config: of the model.
         model_path: where tokenizer and image processor are copied from.
+        sharding: of several ranks; None: this is the only one.
         """
         self._folder = folder
         self._state = state
         self._config = config
         self._model_path = model_path
+        self._sharding = sharding
+        self._leads = sharding is None or sharding.leads
 
-    def save(self, version: WeightsVersion, *, recipe_json: str, keep: int) -> Path:
-        """Write the state as one committed checkpoint and remove the oldest beyond `keep`.
+    def begin(
+        self, version: WeightsVersion, *, recipe_json: str
+    ) -> OptimizerFile | ShardedOptimizer | None:
+        """Write all of the state but its parts, which are to be written into what is returned.
 
-        Newer ones, of steps that are being run again, are neither counted nor removed.
+        Every rank has to call this, and `commit`.
 
-        Returns: its folder. A committed folder of this version is left as it is.
+        Returns: None: there is a committed folder of this version already, which stays as it is.
         """
-        place = self._folder / f"{_PREFIX}{version:08d}"
-        if not (place / MARKER).is_file():
+        if (self._place(version) / MARKER).is_file():
+            return None
+        draft, state, sharding = self._draft(version), self._state, self._sharding
+        file = draft / TRAINER_FOLDER / OPTIMIZER_FILE
+        if self._leads:
             # One process writes here at a time: what a killed one left behind is nobody's.
             for left in self._folder.glob(f".{_PREFIX}*"):
                 shutil.rmtree(left)
-            draft = self._folder / f".{place.name}"
-            self._write(draft, version, recipe_json)
+        if sharding is None:
+            save_checkpoint(draft, self._config, state.layout, state.weights)
+        else:
+            sharding.save_weights(draft, state.weights)
+        if self._leads:
+            self._write_beside(draft, version, recipe_json)
+        if sharding is not None:
+            return ShardedOptimizer(file, state, sharding)
+        optimizer = OptimizerFile(file, state)
+        optimizer.create()
+        return optimizer
+
+    def _write_beside(self, draft: Path, version: WeightsVersion, recipe_json: str) -> None:
+        """What belongs to a checkpoint beside its tensors."""
+        layout = self._state.layout if self._sharding is None else self._sharding.whole
+        for file in _companion_files(self._model_path):
+            shutil.copy2(file, draft / file.name)
+        trainer = draft / TRAINER_FOLDER
+        trainer.mkdir()
+        facts = {
+            "format": FORMAT,
+            "weights_version": version,
+            "layout": json.loads(layout.to_json()),
+            "recipe": json.loads(recipe_json),
+        }
+        (trainer / STATE_FILE).write_text(json.dumps(facts, indent=2), encoding="utf-8")
+
+    def commit(
+        self,
+        version: WeightsVersion,
+        begun: OptimizerFile | ShardedOptimizer | None,
+        *,
+        keep: int,
+    ) -> Path:
+        """Flush, mark and rename what was begun, and remove the oldest beyond `keep`.
+
+        Newer ones, of steps that are being run again, are neither counted nor removed.
+
+        Args: begun: of `begin`.
+        Returns: the version's folder.
+        """
+        place, draft = self._place(version), self._draft(version)
+        if isinstance(begun, ShardedOptimizer):
+            begun.gather()
+        if not self._leads:
+            return place
+        if begun is not None:
+            for path in [*(draft / TRAINER_FOLDER).iterdir(), *draft.iterdir()]:
+                _flush(path)
+            (draft / MARKER).touch()
+            _flush(draft)
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)
             _flush(self._folder)
         self._prune(keep, newest=place)
         return place
 
-    def load(self, folder: Path) -> None:
-        """Fill the state from a committed checkpoint.
+    def load_weights(self, folder: Path) -> None:
+        """Fill the compute weights from a committed checkpoint.
 
-        Raises: CheckpointInvalid if it is not committed, of another format or another model.
+        Raises: CheckpointInvalid if it is not committed or of another format; what
+            `load_checkpoint` does.
         """
         version_of(folder)
-        state = self._state
-        load_checkpoint(folder, state.layout, state.weights)
-        with safe_open(folder / TRAINER_FOLDER / OPTIMIZER_FILE, framework="pt") as file:
-            for name, target in ((MASTERS, state.masters), (MOMENTS, state.moments)):
-                saved = file.get_tensor(name)
-                if saved.shape != target.shape:
-                    raise CheckpointInvalid(
-                        f"{folder}: {name} has shape {list(saved.shape)}; this run's model has "
-                        f"{list(target.shape)}; was model.train_vision another?",
-                        path=str(folder),
-                    )
-                target.copy_(saved)
-        state.weights_from_masters()
+        if self._sharding is None:
+            load_checkpoint(folder, self._state.layout, self._state.weights)
+        else:
+            self._sharding.load_weights(folder, self._state.weights)
 
-    def _write(self, draft: Path, version: WeightsVersion, recipe_json: str) -> None:
-        state = self._state
-        save_checkpoint(draft, self._config, state.layout, state.weights)
-        for file in _companion_files(self._model_path):
-            shutil.copy2(file, draft / file.name)
-        trainer = draft / TRAINER_FOLDER
-        trainer.mkdir()
-        tensors = {MASTERS: state.masters.contiguous(), MOMENTS: state.moments.contiguous()}
-        save_file({k: v.cpu().clone() for k, v in tensors.items()}, trainer / OPTIMIZER_FILE)
-        facts = {
-            "format": FORMAT,
-            "weights_version": version,
-            "layout": json.loads(state.layout.to_json()),
-            "recipe": json.loads(recipe_json),
-        }
-        (trainer / STATE_FILE).write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        for path in [*trainer.iterdir(), *draft.iterdir()]:
-            _flush(path)
-        (draft / MARKER).touch()
-        _flush(draft)
+    def load_part(self, folder: Path, part: StatePart) -> None:
+        """Fill a part from a committed checkpoint, and rebuild its compute weights.
+
+        Raises: CheckpointInvalid if it is of another model.
+        """
+        file = folder / TRAINER_FOLDER / OPTIMIZER_FILE
+        if self._sharding is None:
+            OptimizerFile(file, self._state).read(part)
+        else:
+            ShardedOptimizer(file, self._state, self._sharding).read(part)
+
+    def _place(self, version: WeightsVersion) -> Path:
+        return self._folder / f"{_PREFIX}{version:08d}"
+
+    def _draft(self, version: WeightsVersion) -> Path:
+        return self._folder / f".{self._place(version).name}"
 
     def _prune(self, keep: int, *, newest: Path) -> None:
         committed = sorted(

@@ -9,26 +9,21 @@ import torch
 from common.events import bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, Service, WeightsVersion
-from common.registry.runs import DurableRecord
 from common.rl.advantages import group_advantages
 from common.rl.kl import rewards_with_kl
 from common.rl.losses import LossSums, ScoredResponses, policy_loss
-from common.rl.lr import learning_rate
-from common.rl.optimizer import FlatAdamW, UpdateReport, apply_update
 from common.step.plan import StepMode
 from common.step.tasks import Task
+from common.tensors.parts import in_flight_bytes
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.responses import LOGPROBS, PackedResponses, packed_responses
 from common.worker.weights import KV
 from services.learner.drift import check_drift
-from services.learner.errors import TooManyNonFinite
-from services.learner.step_metrics import step_metrics
+from services.learner.update import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from common.step.view import GroupView
     from common.worker.scope import StepScope
     from services.learner.run import LearnerRun
@@ -41,9 +36,14 @@ class LearnerStep:
         self._run = run
         self._scope = scope
         self._accumulating = False
-        spills = run.context.spills_optimizer
-        self._prefetched = not spills or scope.plan.mode is not StepMode.TRAIN
-        if spills:
+        self._expects = (
+            run.context.spills_optimizer
+            and run.context.recipe.training.restore_ahead_groups > 0
+            and scope.plan.mode is StepMode.TRAIN
+            and self._has_room_for_all
+        )
+        """Whether parts of the optimizer's state are still to be called back ahead."""
+        if run.context.spills_optimizer:
             scope.spawn(Task.UPDATE, self._park)
 
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
@@ -61,19 +61,33 @@ class LearnerStep:
     async def advance(self) -> None:
         """Have spilled optimizer state come back beside the last groups' backward."""
         view = self._scope.view
-        if self._prefetched or not view.rollout_over:
+        if not self._expects or not view.rollout_over:
             return
         left = sum(not group.done for group in view.living)
         if left <= self._run.context.recipe.training.restore_ahead_groups:
-            self._prefetched = True
-            self._run.optimizer.prefetch()
+            self._expects = False
+            for storage in self._run.storages.optimizer:
+                storage.prefetch()
 
     def close(self) -> None:
         """Nothing is kept between tasks."""
 
+    @property
+    def _has_room_for_all(self) -> bool:
+        context = self._run.context
+        room_bytes = self._scope.view.lease_room_bytes.get(context.broker.device, 0)
+        on_gpu = context.device.type == "cuda"
+        reserve_gib = context.recipe.training.graph_reserve_gib if on_gpu else 0.0
+        return room_for_all(
+            self._run.storages.sizes_bytes, room_bytes, reserve_bytes=int(reserve_gib * 2**30)
+        )
+
     async def _park(self) -> None:
-        """Nobody needs the optimizer's state before the update: its device memory is for others."""
-        await self._scope.between_jobs(self._run.optimizer.park)
+        """Nobody needs the optimizer's state before the update: its device memory is for others.
+
+        It has left with the last update, but for what an epoch that failed has called back.
+        """
+        await self._scope.between_jobs(self._run.storages.park)
 
     # ---------------------------------------------------------------- one group
 
@@ -97,7 +111,7 @@ class LearnerStep:
             return
         shapes = {KV: (self._run.context.accumulator_dtype, tuple(buffer.shape))}
         async with (
-            scope.exclusive(self._run.gradients),
+            scope.exclusive(self._run.storages.gradients),
             scope.writing(
                 "policy.prefix_kv_gradients",
                 group,
@@ -189,90 +203,32 @@ class LearnerStep:
     def _zero_once(self) -> None:
         """Start the epoch's accumulation; runs under the exclusive hold."""
         if not self._accumulating:
-            self._run.state.gradients.zero_()
+            self._run.storages.state.gradients.zero_()
             self._accumulating = True
 
     # ---------------------------------------------------------------- update
 
     async def _update(self, cause_id: str) -> None:
-        """Change the weights, make that durable, publish it: in this order.
-
-        Whatever ends it in between leaves the old version whole, or the storages torn and a
-        durable copy that is whole.
-        """
+        """Make the next version of the weights."""
         scope, run = self._scope, self._run
         version = WeightsVersion(scope.view.version + 1)
-        deadline_s = run.context.recipe.training.step_deadline_s
-        async with scope.exclusive(run.gradients):
-            rewritings = [
-                await scope.write(storage, version, timeout_s=deadline_s)
-                for storage in (run.optimizer, run.weights)
-            ]
-
-            def apply() -> UpdateReport | None:
-                for rewriting in rewritings:
-                    rewriting.touch()
-                return self._apply(version)
-
-            update = await scope.run(Task.UPDATE, apply)
-            metrics = step_metrics(scope.view, update.value)
-            await self._make_durable(version, metrics)
-            for rewriting in rewritings:
-                await rewriting.publish()
-            run.published(version)
-            scope.give_back(*rewritings)
-        body = bodies.WeightsPublished(weights_version=version, metrics=metrics)
-        await scope.publish(body, span=update.span, cause_id=cause_id)
-
-    def _apply(self, version: WeightsVersion) -> UpdateReport | None:
-        """Change the weights in place. None: no group of this step had a gradient."""
-        run, algorithm = self._run, self._run.context.recipe.algorithm
-        report: UpdateReport | None = None
-        if self._accumulating:
-            state = run.state
-            optimizer = FlatAdamW(
-                state.masters,
-                state.moments,
-                decay_elements=state.layout.decay_elements,
-                version=version - 1,
-                config=algorithm,
-            )
-            report = apply_update(
-                optimizer,
-                state.gradients,
-                tokens=self._scope.view.response_tokens,
-                max_norm=algorithm.max_grad_norm,
-                learning_rate=learning_rate(
-                    version - 1, run.context.recipe.training.steps, algorithm
-                ),
-            )
-            state.weights_from_masters()
-        self._count_nonfinite(report)
-        if run.context.recipe.training.host_shadow:
-            run.shadow.save(version)
-        return report
-
-    def _count_nonfinite(self, report: UpdateReport | None) -> None:
-        run, limit = self._run, self._run.context.recipe.algorithm.nonfinite_limit
-        if report is None or report.applied:
-            run.nonfinite_in_a_row = 0
+        async with scope.exclusive(run.storages.gradients):
+            made = await Update(run, scope, version=version).make(accumulated=self._accumulating)
+        if not run.context.leads:
             return
-        run.nonfinite_in_a_row += 1
-        if run.nonfinite_in_a_row >= limit:
-            raise TooManyNonFinite(
-                f"the gradient was NaN or infinite in {limit} steps in a row "
-                "(algorithm.nonfinite_limit)"
-            )
+        body = bodies.WeightsPublished(weights_version=version, metrics=made.metrics)
+        await scope.publish(body, span=made.span, cause_id=cause_id)
 
-    async def _make_durable(self, version: WeightsVersion, metrics: Mapping[str, float]) -> None:
-        run = self._run
-        if not run.context.recipe.training.host_shadow:
-            return
-        record = DurableRecord(
-            kind="shadow",
-            version=version,
-            location=run.shadow.slot_name(version),
-            epoch=self._scope.plan.epoch,
-            metrics=metrics,
-        )
-        await run.context.ledger.commit_durable(run.context.run_id, record)
+
+def room_for_all(sizes_bytes: list[int], room_bytes: int, *, reserve_bytes: int) -> bool:
+    """Whether all parts of the optimizer's state may be on the device beside a step's last groups.
+
+    Otherwise they come in the update, a few at a time: what is called back earlier would take
+    memory that those groups need.
+
+    Args:
+        sizes_bytes: of each part.
+        room_bytes: for leases, beside storages and the parts in flight.
+        reserve_bytes: of that, to be left for graphs and workspaces.
+    """
+    return sum(sizes_bytes) - in_flight_bytes(sizes_bytes) <= room_bytes - reserve_bytes

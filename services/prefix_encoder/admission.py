@@ -2,11 +2,13 @@
 
 Some room, the reserve, is kept for what the step cannot go on without: K and V of the policy for
 one group, or for as many as decode from them at a time, of the reference and gradients for one
-group, and everything small. A prefix that runs ahead is admitted while it leaves the reserve free.
-One that is due is admitted in any case: it takes its part of the reserve. `due_policy` and
-`due_reference` say that this part is free, and that what the group needs beyond it comes. So what
-is due comes to its end, its leases are released, and the next one is due: whatever the room is, as
-long as the reserve fits into it.
+group, and everything small. Where groups train only when all are scored, the reference's and the
+gradients are not there at the same time; then, reference weights that are spilled are away, and
+their room counts for the gradients. A prefix that runs ahead is admitted while it leaves the
+reserve free. One that is due is admitted in any case: it takes its part of the reserve.
+`due_policy` and `due_reference` say that this part is free, and that what the group needs beyond it
+comes. So what is due comes to its end, its leases are released, and the next one is due: whatever
+the room is, as long as the reserve fits into it.
 
 A function of the step's events and of what was started, and of nothing else.
 """
@@ -17,16 +19,22 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from common.gpu.driver import device_uuid
-from common.step.schedule import ORDER, PREFILL_FROM_LEASE, AccumulationOrder, Condition
+from common.step.schedule import ORDER, PREFILL_FROM_LEASE, TABLE, AccumulationOrder, Condition
 from common.step.tasks import Task
 from common.tensors.device import HOST
 from common.tensors.errors import ArenaFull
-from common.vlm.loading import text_config
+from common.vlm.loading import text_config, vision_config
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import local_kv_heads
 from common.vlm.prefix import packed_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from transformers import Qwen2_5_VLConfig
 
     from common.step.machine import Subject
     from common.step.view import GroupView, StepView
@@ -84,34 +92,54 @@ class LeaseSizes:
         return -(-size_bytes // self.page_bytes) * self.page_bytes
 
 
-def kv_admission(context: RunContext, shape: ModelShape) -> Admission:
-    """Of one run, by the sizes that its model's tensors have."""
-    recipe, config = context.recipe, shape.config
-    elements = math.prod(packed_shape(config, 1))
+def kv_admission(context: RunContext, shape: ModelShape, *, spilled_bytes: int) -> Admission:
+    """Of one run, by the sizes that its model's tensors have.
+
+    Args: spilled_bytes: of reference weights that leave the device behind the last score.
+    """
+    recipe, config, ranks = context.recipe, shape.config, context.degree
+    # Ranks of one arena: each has its key/value heads, and a copy of whatever is not split.
+    kv_heads = ranks * local_kv_heads(config_shape(config), ranks)
+    elements = math.prod(packed_shape(config, 1, kv_heads=kv_heads))
     on_gpu = context.device.type == "cuda"
     responses = recipe.rollout.samples_per_group * recipe.rollout.max_new_tokens
+    vision_bytes = ranks * text_config(config).hidden_size * context.dtype.itemsize
+    if ranks > 1:
+        vision_bytes += _pixel_bytes_per_token(config)
+    small_bytes = SMALL_BYTES + ranks * SMALL_BYTES_PER_TOKEN * responses
     sizes = LeaseSizes(
         kv_bytes_per_token=elements * context.dtype.itemsize,
         gradient_bytes_per_token=elements * context.accumulator_dtype.itemsize,
-        vision_bytes_per_token=text_config(config).hidden_size * context.dtype.itemsize,
+        vision_bytes_per_token=vision_bytes,
         small_bytes_per_token=0 if on_gpu else SMALL_BYTES_PER_TOKEN,
-        small_bytes=0 if on_gpu else SMALL_BYTES + SMALL_BYTES_PER_TOKEN * responses,
+        small_bytes=0 if on_gpu else small_bytes,
         page_bytes=GPU_PAGE_BYTES if on_gpu else HOST_PAGE_BYTES,
         longest_tokens=recipe.data.max_prompt_tokens,
     )
     device = device_uuid(context.device.index) if on_gpu else HOST
     places = recipe.rollout.max_slots // recipe.rollout.samples_per_group
-    return Admission(sizes, device=device, decoding_groups=places)
+    return Admission(sizes, device=device, decoding_groups=places, spilled_bytes=spilled_bytes)
+
+
+def _pixel_bytes_per_token(config: Qwen2_5_VLConfig) -> int:
+    """Of a prompt's pixels, in float32, for one token that they come to."""
+    vision = vision_config(config)
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return int(patch * vision.spatial_merge_size**2) * torch.float32.itemsize
 
 
 class Admission:
     """For `Lane.admits`."""
 
-    def __init__(self, sizes: LeaseSizes, *, device: str, decoding_groups: int) -> None:
+    def __init__(
+        self, sizes: LeaseSizes, *, device: str, decoding_groups: int, spilled_bytes: int = 0
+    ) -> None:
         """Args:
         device: whose room it is, as in `StepBegan.lease_room_bytes`.
         decoding_groups: most groups that decode at the same time.
+        spilled_bytes: of the reference weights, which that room leaves out; 0: they stay.
         """
+        self._spilled_bytes = spilled_bytes
         self._sizes = sizes
         self._decoding_groups = decoding_groups
         self._device = device
@@ -164,9 +192,15 @@ class Admission:
         policies = sorted((sizes.kv(state) for state in states), reverse=True)[:count]
         if not policies:
             return 0
-        references = policies[:1] if view.needs_reference else []
-        gradient = max(sizes.gradient(state) for state in states)
-        return sum(policies) + sum(references) + gradient
+        policy = sum(policies)
+        reference = policies[0] if view.needs_reference else 0
+        trained = policy + max(sizes.gradient(state) for state in states)
+        table = TABLE[view.plan.schedule]
+        if Condition.REFERENCE_OVER not in table[Task.RESPONSE_TRAIN]:
+            return trained + reference
+        if Condition.REFERENCE_OVER not in table[Task.POLICY_PREFIX]:
+            reference += policy
+        return max(reference, trained - self._spilled_bytes)
 
     def _policies_due(self, view: StepView) -> int:
         """How many policy prefixes may be due at the same time."""

@@ -15,38 +15,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from common.worker.device_memory import DeviceMemory
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Limit = int | Literal["auto", "all"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """Bytes of a GPU, as one process sees them."""
-
-    allocated: int
-    """In tensors of this process."""
-    reserved: int
-    """Taken by this process from the device, those in tensors included."""
-    free: int
-    """Taken by no process."""
-
-    @property
-    def room(self) -> int:
-        """What this process could still put into tensors."""
-        return self.free + self.reserved - self.allocated
-
-
-def device_memory(device: torch.device) -> DeviceMemory | None:
-    """What a GPU has now; None: the device is none."""
-    if device.type != "cuda":
-        return None
-    return DeviceMemory(
-        allocated=torch.cuda.memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
-        free=torch.cuda.mem_get_info(device)[0],
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

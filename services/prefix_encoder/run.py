@@ -16,6 +16,8 @@ from common.tensors.views import tensor_view
 from common.vlm.names import VISUAL
 from common.weights.binding import views
 from common.worker.device import copied_aside
+from common.worker.device_memory import device_memory
+from common.worker.reference_residency import spilled_bytes
 from common.worker.threads import in_thread
 from common.worker.weights import (
     FLAT,
@@ -30,13 +32,17 @@ from common.worker.weights import (
 from common.worker.work import Prepared, ReadWeights
 from services.prefix_encoder.admission import kv_admission
 from services.prefix_encoder.ahead import AheadStore, LoadedPrompt, sample_key
-from services.prefix_encoder.graphs import PrefixGraphs, device_memory
+from services.prefix_encoder.graphs import PrefixGraphs
 from services.prefix_encoder.step import PrefixEncoderStep
+from services.prefix_encoder.tiers import worth_running
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from common.data.prepared import PreparedSample
+    from common.step.machine import Subject
+    from common.step.view import StepView
     from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
     from common.worker.context import RunContext
@@ -67,7 +73,7 @@ class PrefixEncoderRun:
     def __init__(
         self,
         context: RunContext,
-        pool: SamplePool,
+        pool: SamplePool | None,
         *,
         policy: ModelShape,
         weights: Storage,
@@ -76,7 +82,7 @@ class PrefixEncoderRun:
         reference_weights: Storage | None,
     ) -> None:
         self.context = context
-        self.pool = pool
+        self._pool = pool
         self.shape = policy
         self.weights = weights
         self.gradients = gradients
@@ -87,59 +93,64 @@ class PrefixEncoderRun:
         if reference is not None and reference_weights is not None:
             self.reference = shared_model(context, reference, reference_weights, None)
         self._vision_shared: bool | None = None
+        self._step: PrefixEncoderStep | None = None
         recipe = context.recipe
         self.ahead = AheadStore(
             limit_bytes=recipe.data.ahead_mib << 20,
             reference_limit=recipe.training.ahead_reference_groups,
         )
-        self.admission = kv_admission(context, policy)
+        leaving_bytes = 0
+        if reference is not None and reference_weights is not None and reference_weights.spillable:
+            one_rank = spilled_bytes(context, policy.layout, reference.layout)
+            leaving_bytes = context.degree * one_rank
+        self.admission = kv_admission(context, policy, spilled_bytes=leaving_bytes)
         self.graphs = PrefixGraphs(
             recipe.training.prefix_graphs,
             reserve_bytes=int(recipe.training.graph_reserve_gib * 2**30),
             memory=lambda: device_memory(context.device),
             give_back=torch.cuda.empty_cache,
         )
-        # The embeddings of a tower that trains are another update's.
-        left_out = {Task.AHEAD_VISION} if recipe.model.train_vision else set()
-        self.lanes = (
-            Lane(
-                name="data",
-                tasks=(Task.PREPARE, Task.AHEAD_PREPARE),
-                width=PREPARE_AHEAD * recipe.data.workers,
-            ),
-            Lane(
-                name="compute",
-                tasks=tuple(t for t in COMPUTE_ORDER if t not in left_out),
-                admits=self.admission,
-            ),
+        compute = Lane(
+            name="compute",
+            tasks=tuple(t for t in COMPUTE_ORDER if t not in self._left_out()),
+            collective=True,
+            admits=self._admits,
         )
+        data = Lane(
+            name="data",
+            tasks=(Task.PREPARE, Task.AHEAD_PREPARE),
+            width=PREPARE_AHEAD * recipe.data.workers,
+        )
+        self.lanes = (data, compute) if context.leads else (compute,)
+
+    def _left_out(self) -> frozenset[Task]:
+        if self.context.degree > 1:
+            # They are given up when the window closes, which ranks see at different moments.
+            return frozenset({Task.AHEAD_VISION, Task.AHEAD_REFERENCE})
+        # The embeddings of a tower that trains are another update's.
+        train_vision = self.context.recipe.model.train_vision
+        return frozenset({Task.AHEAD_VISION}) if train_vision else frozenset()
 
     @classmethod
     async def create(cls, context: RunContext) -> PrefixEncoderRun:
-        """Attach to the storages, start the data workers."""
+        """Attach to the storages; rank 0 starts the data workers."""
         recipe, broker = context.recipe, context.broker
         weights = await broker.open_storage(
-            context.run_id, POLICY_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+            context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
         )
         gradients = await broker.open_storage(
-            context.run_id, POLICY_GRADIENTS, timeout_s=OPEN_TIMEOUT_S
+            context.run_id, context.storage_name(POLICY_GRADIENTS), timeout_s=OPEN_TIMEOUT_S
         )
         reference = reference_weights = None
         if recipe.needs_reference:
             reference = reference_shape(context)
             reference_weights = await broker.open_storage(
-                context.run_id, REFERENCE_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+                context.run_id, context.storage_name(REFERENCE_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
             )
-        source = SampleSource.from_config(
-            str(recipe.model.path),
-            recipe.data,
-            bfloat16_pixels=context.dtype is torch.bfloat16,
-        )
-        pool = SamplePool(
-            source, workers=recipe.data.workers, cache_bytes=recipe.data.cache_mib << 20
-        )
+        pool = _sample_pool(context) if context.leads else None
         try:
-            await pool.start()
+            if pool is not None:
+                await pool.start()
             return cls(
                 context,
                 pool,
@@ -150,7 +161,8 @@ class PrefixEncoderRun:
                 reference_weights=reference_weights,
             )
         except BaseException:
-            await pool.close()
+            if pool is not None:
+                await pool.close()
             raise
 
     async def prepare(self) -> Prepared:
@@ -162,7 +174,24 @@ class PrefixEncoderRun:
         known = (*scope.plan.groups, *scope.plan.ahead)
         self.ahead.keep_only({sample_key(planned) for planned in known})
         self.graphs.begin_step()
-        return PrefixEncoderStep(self, scope)
+        self._step = PrefixEncoderStep(self, scope)
+        return self._step
+
+    def _admits(self, view: StepView, started: Collection[Subject], wanted: Subject) -> bool:
+        """For `Lane.admits`."""
+        return self.admission(view, started, wanted) and worth_running(
+            view, started, wanted, keeps_graph=self._keeps_graph
+        )
+
+    def _keeps_graph(self, tokens: int) -> bool:
+        kept = 0 if self._step is None else self._step.kept_graphs
+        return self.graphs.may_keep(tokens, kept=kept)
+
+    @property
+    def pool(self) -> SamplePool:
+        """The data workers, which rank 0 alone has."""
+        assert self._pool is not None
+        return self._pool
 
     async def load(self, sample: PreparedSample) -> LoadedPrompt:
         """Copy a sample's prompt to the device."""
@@ -202,7 +231,9 @@ class PrefixEncoderRun:
             return False
         mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
         theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
-        return all(torch.equal(mine[name], theirs[name]) for name in names)
+        equal = all(torch.equal(mine[name], theirs[name]) for name in names)
+        tensor = self.context.tensor
+        return equal if tensor is None else tensor.all_true(equal)
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, and the reference's where the run has one."""
@@ -219,7 +250,16 @@ class PrefixEncoderRun:
     async def close(self) -> None:
         """Stop the data workers, drop the mappings and what was kept for the next step."""
         self.ahead.clear()
-        await self.pool.close()
+        if self._pool is not None:
+            await self._pool.close()
         for storage in (self.weights, self.gradients, self.reference_weights):
             if storage is not None:
                 storage.close()
+
+
+def _sample_pool(context: RunContext) -> SamplePool:
+    data = context.recipe.data
+    source = SampleSource.from_config(
+        str(context.recipe.model.path), data, bfloat16_pixels=context.dtype is torch.bfloat16
+    )
+    return SamplePool(source, workers=data.workers, cache_bytes=data.cache_mib << 20)

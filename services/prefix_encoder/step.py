@@ -18,7 +18,8 @@ from common.step.plan import StepMode
 from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import AHEAD, Task
 from common.tensors.spec import Placement
-from common.worker.prompts import EMBEDDINGS, prompt_tensors
+from common.worker.prompts import EMBEDDINGS, prompt_tensors, whole_prompt
+from common.worker.threads import in_thread
 from common.worker.weights import KV, REFERENCE_VERSION
 from services.prefix_encoder.ahead_step import AheadStep
 from services.prefix_encoder.backward import PrefixBackward
@@ -91,6 +92,11 @@ class PrefixEncoderStep:
         """Drop every graph."""
         self._groups.clear()
 
+    @property
+    def kept_graphs(self) -> int:
+        """Policy prefixes that have run and wait for their backward with their graph."""
+        return sum(1 for work in self._groups.values() if work.policy is not None)
+
     # ---------------------------------------------------------------- tasks
 
     async def _prepare(self, group: GroupId, cause_id: str) -> None:
@@ -107,14 +113,17 @@ class PrefixEncoderStep:
             )
             await scope.publish(dropped, group, cause_id=cause_id)
             return
-        prompt = loaded.text
-        shapes, fill = prompt_tensors(prompt, loaded.row_json)
+        prompt, context = loaded.text, run.context
+        followers = context.ranks[1:]
+        shapes, fill = prompt_tensors(
+            loaded.prompt if followers else prompt, loaded.row_json, pixels=bool(followers)
+        )
         lease = await scope.produce(
             "prompt",
             group,
             shapes,
             fill,
-            consumers=[self._peer(Service.ROLLOUT)],
+            consumers=[*context.peers(Service.ROLLOUT), *followers],
             next_use=Task.DECODE,
             placement=Placement.HOST,
         )
@@ -131,8 +140,20 @@ class PrefixEncoderStep:
         span = WorkSpan(task=Task.PREPARE, start_ns=start_ns, end_ns=time.monotonic_ns())
         await scope.publish(prepared, group, span=span, cause_id=cause_id)
 
+    async def _received(self, group: GroupId) -> GroupWork:
+        """What rank 0 has prepared."""
+        scope, prepared = self._scope, self._scope.view.groups[group].prepared
+        assert prepared is not None
+        (lease,) = await scope.acquire(prepared.prompt_lease)
+        prompt = await in_thread(lambda: whole_prompt(lease))
+        scope.give_back(lease)
+        return GroupWork(prompt)
+
     async def _policy_vision(self, group: GroupId, cause_id: str) -> None:
-        scope, work = self._scope, self._groups[group]
+        scope = self._scope
+        if not self._run.context.leads:
+            self._groups[group] = await self._received(group)
+        work = self._groups[group]
         span: WorkSpan | None = None
         vision = work.vision
         if vision is None:
@@ -163,12 +184,13 @@ class PrefixEncoderStep:
 
     async def _policy_prefix(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
-        self._run.admission.require_room(scope.view)
+        if self._run.context.leads:
+            self._run.admission.require_room(scope.view)
         await self._holds.hold_policy()
         vision = work.vision
         assert vision is not None
 
-        prompt, kept = work.prompt, self._kept_graphs()
+        prompt, kept = work.prompt, self.kept_graphs
 
         def forward() -> Encoded[PrefixKV]:
             return self._run.graphs.forward(
@@ -210,9 +232,6 @@ class PrefixEncoderStep:
         await self._export(group, ModelRole.REFERENCE, prefix, consumers, span, cause_id)
 
     # ---------------------------------------------------------------- helpers of the tasks
-
-    def _kept_graphs(self) -> int:
-        return sum(1 for work in self._groups.values() if work.policy is not None)
 
     async def _export(
         self,

@@ -47,7 +47,7 @@ class ReferenceRun:
 
     keeps_cache = False
     trouble = ""
-    lanes = (Lane(name="compute", tasks=(Task.REFERENCE_SCORE,)),)
+    lanes = (Lane(name="compute", tasks=(Task.REFERENCE_SCORE,), collective=True),)
 
     def __init__(self, context: RunContext, shape: ModelShape, weights: Storage | None) -> None:
         self.context = context
@@ -70,7 +70,7 @@ class ReferenceRun:
                 residency=reference_residency(context, shape.layout),
             )
             weights = await context.broker.open_storage(
-                context.run_id, REFERENCE_WEIGHTS, create=spec
+                context.run_id, context.storage_name(REFERENCE_WEIGHTS), create=spec
             )
         return cls(context, shape, weights)
 
@@ -85,7 +85,7 @@ class ReferenceRun:
 
             def load() -> None:
                 path = model.reference_path or model.path
-                first_weights(self.context, path, self.shape.layout, flat)
+                first_weights(self.context, path, self.shape, flat)
                 wait_for(self.context.device)
 
             with hold:

@@ -40,10 +40,6 @@ class RolloutRun:
     """One run in this process."""
 
     keeps_cache = False
-    lanes = (
-        Lane(name="engine", tasks=(Task.DECODE,), width=UNBOUNDED, strict=True),
-        Lane(name="reward", tasks=(Task.REWARD,), width=UNBOUNDED),
-    )
 
     def __init__(
         self,
@@ -72,12 +68,21 @@ class RolloutRun:
         """Whether the engine was held against the trainer's pass, or need not be."""
         self._token = token
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """What the engine does follows from the step's groups alone, so it needs no commands."""
+        engine = Lane(name="engine", tasks=(Task.DECODE,), width=UNBOUNDED, strict=True)
+        if not self.context.leads:
+            return (engine,)
+        return (engine, Lane(name="reward", tasks=(Task.REWARD,), width=UNBOUNDED))
+
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
-        """Attach to the policy's weights, start the reward workers."""
+        """Attach to the policy's weights; rank 0 starts the reward workers."""
         rewards = RewardPool(context.recipe.reward)
         try:
-            await rewards.start()
+            if context.leads:
+                await rewards.start()
             return await cls._load(context, rewards)
         except BaseException:
             await rewards.close()
@@ -87,7 +92,7 @@ class RolloutRun:
     async def _load(cls, context: RunContext, rewards: RewardPool) -> RolloutRun:
         recipe = context.recipe
         weights = await context.broker.open_storage(
-            context.run_id, POLICY_WEIGHTS, timeout_s=OPEN_TIMEOUT_S
+            context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
         )
         shape = policy_shape(context)
         tokenizer = await in_thread(

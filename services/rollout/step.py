@@ -175,7 +175,8 @@ class RolloutStep:
                 sampled.append(finished)
                 await self._publish(finished, opened_ns or turn.start_ns, turn.end_ns)
         end_ns = time.monotonic_ns()
-        if self._training and self._run.context.recipe.training.record_responses:
+        records = self._training and self._run.context.leads
+        if records and self._run.context.recipe.training.record_responses:
             folder = self._run.context.run_dir / "responses"
             await in_thread(lambda: Recording.write(folder, scope.plan.step, sampled))
         closed = bodies.WindowClosed(

@@ -45,7 +45,7 @@ def put_shard(whole: Tensor, part: Shard, values: Tensor) -> None:
 class GlobalNorm:
     """The norm of all gradients of all ranks, each distinct element counted once.
 
-    For `common.rl.optimizer.apply_update`; the same number on every rank.
+    For `common.rl.optimizer.ready_gradients`; the same number on every rank.
     """
 
     def __init__(self, layout: WeightLayout, parts: Mapping[str, Shard], mesh: DeviceMesh) -> None:
@@ -113,6 +113,49 @@ def save_shards(
     else:
         for entry in layout.entries:
             whole(entry)
+
+
+def gather_trainable(
+    flat: Tensor, layout: WeightLayout, shape: ModelShape, mesh: DeviceMesh
+) -> Tensor | None:
+    """All ranks' masters or moments as one rank alone would have them; every rank has to call this.
+
+    Args:
+        flat: [Et] of this rank.
+        layout: of the whole model (world 1).
+        shape: of the model.
+        mesh: of the ranks.
+    Returns: [Et of the whole model] on the host, padding zero, on rank 0; None on the others.
+    """
+    degree, rank = mesh.size(), mesh.get_local_rank()
+    parts = [shards(layout, shape, rank=one, degree=degree) for one in range(degree)]
+    names = [entry.name for entry in layout.trainable_entries]
+    own = views(flat, rank_layout(layout, parts[rank], rank=rank, degree=degree), names)
+    whole = flat.new_zeros(layout.trainable_elements, device="cpu") if rank == 0 else None
+    places = {} if whole is None else views(whole, layout, names)
+    for name in names:
+        gathered = _gather(own[name], [one[name] for one in parts], mesh)
+        if whole is not None:
+            places[name].copy_(gathered)
+    return whole
+
+
+def take_trainable(
+    whole: Tensor, layout: WeightLayout, own: WeightLayout, parts: Mapping[str, Shard], flat: Tensor
+) -> None:
+    """Fill a rank's masters or moments from those of the whole model.
+
+    Args:
+        whole: [Et of the whole model].
+        layout: of the whole model (world 1).
+        own, parts: of this rank.
+        flat: [Et] of this rank; written, padding set to zero.
+    """
+    flat.zero_()
+    names = [entry.name for entry in layout.trainable_entries]
+    values = views(whole, layout, names)
+    for name, place in views(flat, own, names).items():
+        place.copy_(take_shard(values[name], parts[name]))
 
 
 def _gather(own: Tensor, parts: list[Shard], mesh: DeviceMesh) -> Tensor:

@@ -535,6 +535,7 @@ class BrokerReply(_message.Message):
     STORAGE_HELD_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ROOM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     @_builtins.property
     def joined(self) -> Global___Joined: ...
@@ -552,6 +553,8 @@ class BrokerReply(_message.Message):
     def done(self) -> Global___Done: ...
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail: ...
+    @_builtins.property
+    def room(self) -> Global___Room: ...
     def __init__(
         self,
         *,
@@ -563,12 +566,13 @@ class BrokerReply(_message.Message):
         storage_held: Global___StorageHeld | None = ...,
         done: Global___Done | None = ...,
         error: _common_pb2.ErrorDetail | None = ...,
+        room: Global___Room | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "allocated", b"allocated", "body", b"body", "done", b"done", "error", b"error", "joined", b"joined", "storage_held", b"storage_held", "storage_opened", b"storage_opened"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "allocated", b"allocated", "body", b"body", "done", b"done", "error", b"error", "joined", b"joined", "room", b"room", "storage_held", b"storage_held", "storage_opened", b"storage_opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "allocated", b"allocated", "body", b"body", "done", b"done", "error", b"error", "joined", b"joined", "request_id", b"request_id", "storage_held", b"storage_held", "storage_opened", b"storage_opened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "allocated", b"allocated", "body", b"body", "done", b"done", "error", b"error", "joined", b"joined", "request_id", b"request_id", "room", b"room", "storage_held", b"storage_held", "storage_opened", b"storage_opened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["joined", "allocated", "acquired", "storage_opened", "storage_held", "done", "error"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["joined", "allocated", "acquired", "storage_opened", "storage_held", "done", "error", "room"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -588,6 +592,29 @@ class Done(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Done: _TypeAlias = Done  # noqa: Y015
+
+@_typing.final
+class Room(_message.Message):
+    """To a ReportHeld that wants a reply: what of the budget of the sender's device is left, beyond what
+    waits for room.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    free_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Room: _TypeAlias = Room  # noqa: Y015
 
 @_typing.final
 class Join(_message.Message):
@@ -1233,7 +1260,7 @@ Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 @_typing.final
 class ReportHeld(_message.Message):
     """What the sender's process has taken of its device beside the broker's memory. Counted, and never
-    refused; a second one of the same name replaces the first, 0 removes it.
+    refused; a second one of the same name replaces the first, 0 removes it. A reply is a Room.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -56,6 +56,7 @@ class Event(_message.Message):
     AHEAD_DONE_FIELD_NUMBER: _builtins.int
     MEMORY_WANTED_FIELD_NUMBER: _builtins.int
     CONTENTS_MOVED_FIELD_NUMBER: _builtins.int
+    TASK_COMMANDED_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
     """unique; made by the sender"""
     cause_id: _builtins.str
@@ -114,6 +115,8 @@ class Event(_message.Message):
     def memory_wanted(self) -> Global___MemoryWanted: ...
     @_builtins.property
     def contents_moved(self) -> Global___ContentsMoved: ...
+    @_builtins.property
+    def task_commanded(self) -> Global___TaskCommanded: ...
     def __init__(
         self,
         *,
@@ -147,16 +150,17 @@ class Event(_message.Message):
         ahead_done: Global___AheadDone | None = ...,
         memory_wanted: Global___MemoryWanted | None = ...,
         contents_moved: Global___ContentsMoved | None = ...,
+        task_commanded: Global___TaskCommanded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "contents_moved", b"contents_moved", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "contents_moved", b"contents_moved", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_commanded", b"task_commanded", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "contents_moved", b"contents_moved", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "contents_moved", b"contents_moved", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_commanded", b"task_commanded", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__work: _TypeAlias = _typing.Literal["work"]  # noqa: Y015
     _WhichOneofArgType__work: _TypeAlias = _typing.Literal["_work", b"_work"]  # noqa: Y015
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted", "contents_moved"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted", "contents_moved", "task_commanded"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
@@ -331,8 +335,9 @@ Global___ParticipantDied: _TypeAlias = ParticipantDied  # noqa: Y015
 
 @_typing.final
 class GroupPrepared(_message.Message):
-    """From prefix-encoder. `prompt_lease`: token ids, positions and row JSON, for the rollout; what
-    reference and learner need of the prompt are the two numbers here. Pixels stay where they are.
+    """From prefix-encoder/0. `prompt_lease`: token ids, positions and row JSON, for the rollout's ranks;
+    what reference and learner need of the prompt are the two numbers here. Pixels stay where they
+    are, except with several ranks: then they are in the lease, for the prefix-encoder's other ranks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -743,6 +748,40 @@ class TaskFailed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskFailed: _TypeAlias = TaskFailed  # noqa: Y015
+
+@_typing.final
+class TaskCommanded(_message.Message):
+    """From rank 0 of a service, to its other ranks: it has begun a task whose collectives need them.
+    They begin the same tasks in the order of `number`, each once its own inputs are there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, ... in this epoch and service"""
+    task: _builtins.str
+    """common.step.tasks.Task value"""
+    group: _builtins.int
+    """unset: the task is about the whole step"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        task: _builtins.str = ...,
+        group: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "group", b"group", "number", b"number", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
+    _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
+
+Global___TaskCommanded: _TypeAlias = TaskCommanded  # noqa: Y015
 
 @_typing.final
 class MemoryWanted(_message.Message):

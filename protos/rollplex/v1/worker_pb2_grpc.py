@@ -98,7 +98,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Learner only: writes a checkpoint of the version it holds between two steps.
+        """Learner only: writes a checkpoint of the version it holds between two steps. With several ranks
+        all of them are called at once: they gather it, and rank 0 writes and answers for all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class WorkerStub:
     Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseReply]
     """Gives up everything of a run. Idempotent."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SaveCheckpointRequest, _worker_pb2.SaveCheckpointReply]
-    """Learner only: writes a checkpoint of the version it holds between two steps."""
+    """Learner only: writes a checkpoint of the version it holds between two steps. With several ranks
+    all of them are called at once: they gather it, and rank 0 writes and answers for all.
+    """
     ChecksumWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChecksumWeightsRequest, _worker_pb2.ChecksumWeightsReply]
     """Checksums of the weights as this worker's models read them. Also while a step runs: each role is
     read under a read hold, so an update waits for it. Caller: rollplex client.
@@ -62,7 +64,9 @@ class WorkerAsyncStub(WorkerStub):
     Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.ReleaseReply]  # type: ignore[assignment]
     """Gives up everything of a run. Idempotent."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_worker_pb2.SaveCheckpointRequest, _worker_pb2.SaveCheckpointReply]  # type: ignore[assignment]
-    """Learner only: writes a checkpoint of the version it holds between two steps."""
+    """Learner only: writes a checkpoint of the version it holds between two steps. With several ranks
+    all of them are called at once: they gather it, and rank 0 writes and answers for all.
+    """
     ChecksumWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChecksumWeightsRequest, _worker_pb2.ChecksumWeightsReply]  # type: ignore[assignment]
     """Checksums of the weights as this worker's models read them. Also while a step runs: each role is
     read under a read hold, so an update waits for it. Caller: rollplex client.
@@ -108,7 +112,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SaveCheckpointReply, _abc.Awaitable[_worker_pb2.SaveCheckpointReply]]:
-        """Learner only: writes a checkpoint of the version it holds between two steps."""
+        """Learner only: writes a checkpoint of the version it holds between two steps. With several ranks
+        all of them are called at once: they gather it, and rank 0 writes and answers for all.
+        """
 
     @_abc_1.abstractmethod
     def ChecksumWeights(

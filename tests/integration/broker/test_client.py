@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -185,6 +186,22 @@ async def test_what_processes_hold_is_told_without_a_round_trip(broker: Broker) 
     await broker.held(0)
 
 
+async def test_what_is_left_beside_what_processes_hold(broker: Broker) -> None:
+    learner, encoder = broker.clients[0], await broker.join(ENCODER)
+    assert await learner.room_beside(Held.ALLOCATOR, 2 * PAGE) == ARENA_BYTES - 2 * PAGE
+    lease = await allocate(encoder, LEARNER)
+    assert await encoder.room_beside(Held.ALLOCATOR, PAGE) == ARENA_BYTES - 4 * PAGE
+    # What waits for room is spoken for.
+    encoder.report_held(Held.ALLOCATOR, ARENA_BYTES - 5 * PAGE)
+    waiting = asyncio.create_task(allocate(encoder, LEARNER, size_bytes=3 * PAGE))
+    await broker.held(ARENA_BYTES - 3 * PAGE)
+    assert await learner.room_beside(Held.ALLOCATOR, 2 * PAGE) == 0
+    assert await encoder.room_beside(Held.ALLOCATOR, 0) == ARENA_BYTES - 6 * PAGE
+    (await waiting).abandon("a test")
+    lease.abandon("a test")
+    await broker.settle(0)
+
+
 async def test_cancelled_calls_take_nothing(broker: Broker) -> None:
     learner, encoder = broker.clients[0], await broker.join(ENCODER)
     lease = await allocate(encoder, LEARNER)
@@ -320,16 +337,22 @@ async def test_cycles_leave_nothing_behind(broker: Broker) -> None:
         for held in await learner.acquire([lease.id], epoch=Epoch(1)):
             held.release()
 
+    def shm_mappings() -> int:
+        """Of these two processes: those of tests that run beside this one come and go."""
+        maps = (Path(f"/proc/{pid}/maps") for pid in (os.getpid(), broker.process.pid))
+        return sum(each.read_text().count("/dev/shm/") for each in maps)
+
     await cycle()
     await broker.settle(0)
-    shm_before = set(os.listdir("/dev/shm"))
+    shm_before = shm_mappings()
     fds_before, own_fds_before = broker.fds, len(os.listdir("/proc/self/fd"))
     for _ in range(300):
         await cycle()
     await broker.settle(0)
-    assert broker.fds == fds_before
-    assert len(os.listdir("/proc/self/fd")) == own_fds_before
+    # Fewer are no leak: connections of the tests before may have been closing.
+    assert broker.fds <= fds_before
+    assert len(os.listdir("/proc/self/fd")) <= own_fds_before
     assert not inodes("rollplex:kv"), "a mapping outlived its lease"
-    assert set(os.listdir("/dev/shm")) == shm_before
+    assert shm_mappings() <= shm_before
     ledger = await broker.ledger()
     assert (ledger.used_bytes, list(ledger.entries)) == (0, [])

@@ -1,16 +1,16 @@
-"""The check before a run, as a process of its own."""
+"""The check before a run: what it prints, and its exit status."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from common.data.preflight import main
+
 
 @pytest.fixture
-def preflight(model_folder, tmp_path):
+def preflight(model_folder, tmp_path, capsys):
     def run(**data):
         recipe = {
             "name": "check",
@@ -23,14 +23,9 @@ def preflight(model_folder, tmp_path):
         }
         file = tmp_path / "recipe.json"
         file.write_text(json.dumps(recipe))
-        done = subprocess.run(
-            [sys.executable, "-m", "common.data.preflight", "--recipe", str(file)],
-            capture_output=True,
-            text=True,
-            timeout=50,
-        )
-        report = json.loads(done.stdout)
-        assert (done.returncode == 0) == report["ok"], done.stderr
+        status = main(["--recipe", str(file)])
+        report = json.loads(capsys.readouterr().out)
+        assert (status == 0) == report["ok"]
         return report
 
     return run

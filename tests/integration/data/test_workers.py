@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import pytest
 from common.data.errors import SampleError, SampleFault
 from common.data.workers import SamplePool, SampleReader, SampleSource
 from common.errors import FailedPrecondition, InvalidArgument
+from tests.integration.data import rows
 
-pytestmark = pytest.mark.timeout(180)  # each worker imports torch and transformers
+pytestmark = pytest.mark.timeout(180)  # the first one waits until its imports are done
 
 ROWS = "tests.integration.data.rows:rows"
 
@@ -64,9 +66,9 @@ async def test_workers_prepare_what_this_process_would(model_folder, monkeypatch
 
 
 @pytest.mark.slow
-async def test_a_death_costs_one_sample_only(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("ROWS_MARKS", str(tmp_path))
-    async with SamplePool(source_of(model_folder), workers=2, cache_bytes=0) as pool:
+async def test_a_death_costs_one_sample_only(model_folder, tmp_path):
+    source = source_of(model_folder, f"{shutil.copy(rows.__file__, tmp_path)}:rows")
+    async with SamplePool(source, workers=2, cache_bytes=0) as pool:
         results = await asyncio.gather(
             *(pool.prepare("train", n) for n in (0, 1, 2, 5, 6)), return_exceptions=True
         )

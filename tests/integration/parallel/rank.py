@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.rl.optimizer import FlatAdamW, apply_update
+from common.rl.optimizer import FlatAdamW, ready_gradients
 from common.vlm.bound import bound_model
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.loading import empty_model
@@ -147,15 +147,16 @@ class Rank:
             version=0,
             config=ALGORITHM,
         )
-        report = apply_update(
-            optimizer,
+        report = ready_gradients(
             self.gradients,
             tokens=TOKENS,
             max_norm=ALGORITHM.max_grad_norm,
             learning_rate=ALGORITHM.learning_rate,
             norm_of=GlobalNorm(self.layout, self.parts, self.mesh),
         )
+        assert report.applied
         assert report.clipped
+        optimizer.step(self.gradients, learning_rate=report.learning_rate)
         return report.gradient_norm
 
     def decode(self, *, greedy):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.config.deployment import Deadlines
 from common.vlm.initialise import initialise, load_spec
 from deploy.local.programs import SERVICES_PACKAGE
 from tests.integration.runs.lab import Lab
@@ -52,6 +53,14 @@ def governed_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
+def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two ranks of each service that computes."""
+    deadlines = Deadlines(start_s=300.0)
+    with _running(request, train_tp=2, rollout_tp=2, deadlines=deadlines) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
 def tight_node(request: pytest.FixtureRequest, model: Path) -> Iterator[Node]:
     """A node of the module's own, with room for the leases of one group of `wordy_rows`, and little
     more: the policy's K/V of six of them do not fit.
@@ -77,7 +86,14 @@ def lab(node: Node, model: Path) -> Lab:
 def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that failed must not leave its run in the way of the next one's."""
     yield
-    for name in ("node", "mortal_node", "governed_node", "tight_node", "faulty_node"):
+    for name in (
+        "node",
+        "mortal_node",
+        "governed_node",
+        "parallel_node",
+        "tight_node",
+        "faulty_node",
+    ):
         if name in request.fixturenames:
             asyncio.run(_stop_all(request.getfixturevalue(name)))
 

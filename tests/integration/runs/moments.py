@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from common.errors import Unavailable
 from common.events import bodies
 from common.ids import RunId
 from common.registry.connection import open_redis, retry_redis
+from common.tensors.parts import whole_of
+from common.worker.optimizer_parts import POLICY_OPTIMIZER
 from rollplex.models import RunState
 from tests.integration.runs.lab import reach
 from tests.integration.runs.sightings import Sightings
@@ -32,6 +35,7 @@ VICTIMS = (*WORKERS, BROKER, CONTROLLER, REDIS)
 ATTEMPTS = 5
 ASKED_S = 1.0
 """The learner has asked for a publication after this, once its commit is done."""
+_READABLE = re.compile(r"readable\(v(\d+)\)")
 PAUSE_MS = 4000
 """Longer than any moment that is made by it, shorter than a registration's life."""
 
@@ -147,17 +151,22 @@ class Striker:
             return await self._kill(victim, "window open")
 
     @asynccontextmanager
-    async def window_held(self) -> AsyncIterator[None]:
-        """The rollout is held still while sequences decode."""
+    async def window_held(self, *, hinted: bool = False) -> AsyncIterator[None]:
+        """The rollout is held still while sequences decode.
+
+        Args: hinted: in a step that knows the next one's prompts, which the last one does not.
+        """
 
         async def holds() -> bool:
-            return self._fresh and self.seen.window_is_open
+            if not (self._fresh and self.seen.window_is_open):
+                return False
+            return not hinted or self.seen.hinted
 
         async with still(self._node, ROLLOUT, holds):
             self._last_step = self.seen.step
             yield
 
-    async def spilled(self, victim: str, storage: str = "policy.optimizer") -> Landed:
+    async def spilled(self, victim: str, storage: str = "policy.optimizer.0") -> Landed:
         """The contents of a storage are in the broker's own memory only."""
 
         async def holds() -> bool:
@@ -200,20 +209,32 @@ class Striker:
         assert struck.step == version
         return struck
 
+    async def between_parts(self, victim: str) -> Landed:
+        """Some parts of the optimizer's state have the new version, some the old one."""
+
+        async def holds() -> bool:
+            step = self.seen.step
+            return self._fresh and {step, step + 1} <= await self._part_versions()
+
+        async with still(self._node, LEARNER, holds):
+            return await self._kill(victim, "update, between two parts")
+
     async def durable(self, victim: str) -> Landed:
         """The new version is durable; the broker has not been told to publish it."""
         async with self._update_held() as version:
-            broker = self._node.pid(BROKER)
-            with stopped(broker):
-                # The commit goes on; the broker, held still, answers no publish.
+            # It has asked Redis for the commit, which goes on without it.
+            await asyncio.sleep(SETTLE_S)
+            held = LEARNER if victim == LEARNER else BROKER
+            with stopped(self._node.pid(held)):
+                # The broker, held still, answers no publish; the learner asks for none.
                 await self._let_writes_go_on()
                 await until(lambda: self._is_durable(version + 1))
-                await asyncio.sleep(ASKED_S)
+                if held == BROKER:
+                    await asyncio.sleep(ASKED_S)
                 struck = await self._kill(victim, "update, durable, not published")
             if victim == LEARNER:
-                # It had asked for the optimizer state's publication when it died.
                 await until(lambda: self._has_state("policy.weights", f"torn(v{version})"))
-                assert await self._has_state("policy.optimizer", f"readable(v{version + 1})")
+                assert await self._part_versions() == {version + 1}
         return struck
 
     async def published(self, victim: str) -> Landed:
@@ -286,7 +307,9 @@ class Striker:
             version = self.seen.step
 
             async def written() -> bool:
-                return await self._has_state("policy.weights", "writing")
+                """All parts are: what is left is the commit."""
+                writing = await self._has_state("policy.weights", "writing")
+                return writing and await self._part_versions() == {version + 1}
 
             await until(written, within_s=PAUSE_MS / 1000)
             assert await self._is_durable(version)
@@ -310,6 +333,12 @@ class Striker:
     async def _has_state(self, storage: str, begins: str) -> bool:
         entries = await self._node.entries(self._broker, self._run_id)
         return any(e.name == storage and e.state.startswith(begins) for e in entries)
+
+    async def _part_versions(self) -> set[int]:
+        """The versions of the optimizer state's parts; none of one that is torn or written."""
+        entries = await self._node.entries(self._broker, self._run_id)
+        states = [e.state for e in entries if whole_of(e.name) == POLICY_OPTIMIZER]
+        return {int(found[1]) for found in map(_READABLE.search, states) if found}
 
     async def _holders(self, name: str) -> set[str]:
         entries = await self._node.entries(self._broker, self._run_id)

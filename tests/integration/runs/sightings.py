@@ -57,6 +57,12 @@ class Sightings:
         """The step of the newest epoch; -1: none was seen."""
         return -1 if self.began is None else self.began.step
 
+    @property
+    def hinted(self) -> bool:
+        """Whether the newest epoch's plan names prompts of the next step."""
+        body = None if self.began is None else self.began.body
+        return isinstance(body, bodies.StepBegan) and bool(body.plan.ahead)
+
     def of_epoch(self, kind: type[Body]) -> list[Event]:
         """Events of a kind in the newest epoch."""
         return [event for event in self._events if isinstance(event.body, kind)]

@@ -33,7 +33,7 @@ def wanted(lab, schedule, *, ahead=True, train_vision=False, **data):
         schedule,
         model={"train_vision": train_vision},
         data=data,
-        rollout={"max_new_tokens": 24},
+        rollout={"max_new_tokens": 48},
         training={"steps": STEPS, "prompts_per_step": GROUPS, "ahead": ahead},
     )
 
@@ -109,7 +109,7 @@ async def test_what_was_done_ahead_is_not_done_again(mortal_lab, schedule):
     expected = await without(mortal_lab, schedule)
     asked = wanted(mortal_lab, schedule)
     making = running(mortal_lab, f"held-{schedule}", asked)
-    async with making as (striker, ended), striker.window_held():
+    async with making as (striker, ended), striker.window_held(hinted=True):
         held = striker.seen.step
         await all_done_ahead(striker, AHEAD)
     assert different(expected.tensors, ended[0].tensors) == []
@@ -124,7 +124,7 @@ async def test_what_was_done_ahead_is_not_done_again(mortal_lab, schedule):
 async def test_a_tower_that_trains_is_not_run_ahead(mortal_lab):
     asked = wanted(mortal_lab, Schedule.FUSED, train_vision=True)
     making = running(mortal_lab, "trained-tower", asked)
-    async with making as (striker, ended), striker.window_held():
+    async with making as (striker, ended), striker.window_held(hinted=True):
         held = striker.seen.step
         await all_done_ahead(striker, AHEAD - {Task.AHEAD_VISION})
     rows = ended[0].timeline
@@ -138,7 +138,10 @@ async def test_a_death_after_work_ahead_changes_nothing(mortal_lab, victim):
     expected = await without(mortal_lab, Schedule.FUSED)
     name = f"struck-{victim.replace('/', '-')}"
     asked = wanted(mortal_lab, Schedule.FUSED)
-    async with running(mortal_lab, name, asked) as (striker, ended), striker.window_held():
+    async with (
+        running(mortal_lab, name, asked) as (striker, ended),
+        striker.window_held(hinted=True),
+    ):
         held = striker.seen.step
         await all_done_ahead(striker, AHEAD)
         await kill(mortal_lab.node, victim)

@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
 STEPS = 30
 HANGS_S = 5.0
+PART_MIB = 0.08
+"""Of the optimizer's state of the tiny model, which has about thirty parts so."""
 PATIENCE = timedelta(seconds=90)
 BLOWS = (
     (Striker.window, BROKER),
@@ -86,6 +88,23 @@ async def test_a_run_survives_deaths_while_its_optimizer_is_spilled(mortal_lab):
                 (Striker.spilled, BROKER),
                 (Striker.updating, LEARNER),
                 (Striker.spilled, ENCODER),
+            )
+        ]
+    assert len({blow.step for blow in struck}) == len(struck)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spills", [True, False], ids=["spilled", "kept"])
+async def test_a_run_survives_deaths_between_two_parts_of_an_update(mortal_lab, spills):
+    parts = {"spill_optimizer": spills, "optimizer_part_mib": PART_MIB}
+    async with disturbed(mortal_lab, f"between-parts-{spills}", **parts) as striker:
+        struck = [
+            await moment(striker, victim)
+            for moment, victim in (
+                (Striker.between_parts, LEARNER),
+                (Striker.durable, LEARNER),
+                (Striker.between_parts, BROKER),
+                (Striker.between_parts, LEARNER),
             )
         ]
     assert len({blow.step for blow in struck}) == len(struck)

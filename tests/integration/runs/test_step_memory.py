@@ -1,4 +1,4 @@
-"""`rollplex memory --step` beside a run that is going on."""
+"""`rollplex memory --step` beside a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_the_picture_is_of_one_whole_step(lab, tmp_path):
     png = tmp_path / "step.png"
     address = lab.node.deployment.controller_address
     async with lab.node.client() as client:
-        with pytest.raises(FailedPrecondition, match="no run is going on"):
+        with pytest.raises(FailedPrecondition, match="no run is at work"):
             await sample_step(client)
         asked = recipe(lab.model, reward=SLOW, training={"steps": 500})
         run = await client.create_run(asked, run_dir=lab.node.folder / "step-memory")

@@ -236,3 +236,9 @@ async def test_process_that_blocks_while_draining_is_cut_off(tiny):
         code, lines, log = await process.ended()
         assert (code, lines) == (1, ["run", "drain"])
         assert "still not stopped, cut off" in log
+
+
+async def test_garbage_is_collected_but_of_what_was_imported(tiny):
+    async with tiny("garbage") as process:
+        assert await process.line() == "run"
+        assert await process.line() == "True True"

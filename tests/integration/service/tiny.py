@@ -6,6 +6,7 @@ Its behaviour is set by the deployment's name: `tiny-<word>`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
 
@@ -37,6 +38,8 @@ class Tiny:
         say("run")
         if self._word == "raises":
             raise KeyError("the reason")
+        if self._word == "garbage":
+            say(f"{gc.isenabled()} {gc.get_freeze_count() > 0}")
         if self._word == "returns":
             return
         if self._word == "unusable":

@@ -75,7 +75,8 @@ def test_it_is_what_the_command_says(plan, schedule: str, capsys) -> None:
     said = next(one for one in plans if one["name"] == schedule)
     found = plan.of(schedule)
     assert (found.peak_bytes, found.graphs) == (said["peak_bytes"], said["prefix_graphs"])
-    assert found.fits == said["fits"] == (plan.work.model == MODELS["3b"])
+    assert found.fits
+    assert said["fits"]
 
 
 def test_a_smaller_budget_keeps_fewer_graphs(plan) -> None:

@@ -89,7 +89,7 @@ class Driver:
         self.answers: dict[int, instructions.Reply] = {}
         self.memory: set[int] = set()
         self.moves: list[instructions.SpillMemory | instructions.RestoreMemory] = []
-        """Under way; the first one ends first."""
+        """Under way, in the order in which they were begun."""
         self._sessions: dict[Participant, SessionId] = {}
         self._next_session = 1
         self._next_request = 1
@@ -287,9 +287,9 @@ class Driver:
     def prefetch(self, who: Participant, storage: StorageId) -> None:
         self.tell(who, events.PrefetchStorage, storage_id=storage)
 
-    def end_move(self, *, fail: bool = False) -> None:
-        """The copy that was begun first has ended."""
-        move = self.moves.pop(0)
+    def end_move(self, which: int = 0, *, fail: bool = False) -> None:
+        """A copy has ended, by default the one that was begun first."""
+        move = self.moves.pop(which)
         if fail:
             self.do(events.MoveFailed, generation=move.generation, reason="no memory")
         elif isinstance(move, instructions.SpillMemory):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.config.deployment import Deployment
 from common.errors import FailedPrecondition
-from services.broker.arena_cuda import RESERVE_BYTES, budget_bytes
+from services.broker.arena_cuda import RESERVE_BYTES, UNLISTED_BYTES, budget_bytes, limit_bytes
 from services.broker.arena_ipc import Extents
 
 GIB = 2**30
@@ -30,6 +30,12 @@ def test_budget_beyond_the_device_is_refused_by_name() -> None:
         budget_bytes(80, total_bytes=64 * GIB, device="GPU-1")
     assert str(caught.value).startswith("hbm_budget_gib = 80, but GPU-1 has 64.0 GiB in all")
     assert "all but 8 GiB" in str(caught.value)
+
+
+def test_a_budget_that_is_named_binds_what_processes_hold_too() -> None:
+    assert limit_bytes(80, total_bytes=140 * GIB) == 80 * GIB
+    assert limit_bytes(None, total_bytes=140 * GIB) == 140 * GIB - UNLISTED_BYTES
+    assert limit_bytes(140, total_bytes=140 * GIB) == 140 * GIB - UNLISTED_BYTES
 
 
 def test_gpus_are_as_many_as_the_largest_service_has_ranks() -> None:

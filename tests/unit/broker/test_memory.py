@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from services.broker.events import MoveEnded
 
-PIECE = Generation(7)
+PIECE, OTHER = Generation(7), Generation(8)
 SIZE_BYTES = 40 << 20
 """More than one part of a copy."""
 PATTERN = bytes(range(251))
@@ -159,6 +159,24 @@ async def test_the_loop_goes_on_while_it_is_copied(kept: Kept) -> None:
     kept.memory.spill(PIECE, copied=False)
     assert await asyncio.to_thread(kept.arena.begun.wait, 20)
     assert kept.reports.empty()
+    kept.arena.gate.set()
+    assert isinstance(await kept.report(), MemorySpilled)
+
+
+async def test_contents_come_back_while_others_leave(kept: Kept) -> None:
+    kept.memory.spill(PIECE, copied=False)
+    await kept.report()
+    kept.memory.create(
+        CreateMemory(generation=OTHER, device="cpu", size_bytes=4096, name="other", zeroed=True)
+    )
+    kept.arena.gate.clear()
+    kept.arena.begun.clear()
+    kept.memory.spill(OTHER, copied=False)
+    assert await asyncio.to_thread(kept.arena.begun.wait, 20)
+    kept.memory.restore(PIECE)
+    restored = await kept.report()
+    assert isinstance(restored, MemoryRestored)
+    assert restored.generation == PIECE
     kept.arena.gate.set()
     assert isinstance(await kept.report(), MemorySpilled)
 

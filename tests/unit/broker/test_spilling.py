@@ -201,6 +201,41 @@ def test_what_is_only_expected_comes_after_who_waits_for_room() -> None:
     assert lone.rows[0] == (GPU, "readable(v0)")
 
 
+def test_what_is_parked_again_is_expected_no_more() -> None:
+    lone = spilled()
+    lone.drive.prefetch(LEARNER, lone.storage)
+    lone.drive.end_move()
+    assert lone.rows[0] == (GPU, "readable(v0)")
+    lone.park()
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["away", "back already"])
+def test_what_is_only_expected_gives_way_to_a_hold_on_another_storage(back: bool) -> None:
+    lone = Lone(copies_pages=2 * GPU_PAGE // PAGE)
+    drive = lone.drive
+    drive.end_move()
+    other = drive.answer(drive.open(LEARNER, SPEC, name="other")).storage_id
+    drive.publish(LEARNER, drive.answer(drive.hold(LEARNER, other, HoldKind.WRITE)).hold_id)
+    drive.park(LEARNER, other)
+    drive.end_move()
+    # That leaves room for one of the two, or for none.
+    drive.lease(ENCODER, LEARNER)
+    more = None if back else drive.lease(ENCODER, LEARNER)
+    drive.prefetch(LEARNER, lone.storage)
+    if back:
+        drive.end_move()
+        assert lone.rows[0] == (GPU, "readable(v0)")
+    hold = drive.hold(LEARNER, other, HoldKind.READ)
+    if more is not None:
+        drive.abandon(ENCODER, more)
+    while drive.moves:
+        drive.end_move()
+    assert drive.answer(hold).handle.life == 1
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+
+
 def test_the_death_of_the_last_who_has_it_mapped_is_as_good() -> None:
     lone = Lone(parked=False)
     lone.drive.open(ENCODER)
@@ -353,13 +388,21 @@ def test_without_memory_for_the_copy_it_stays_until_it_is_parked_again() -> None
     assert lone.rows == [(COPIES, "spilled readable(v1)")]
 
 
-def test_copies_have_a_budget() -> None:
-    lone = Lone()
-    lone.drive.end_move()
+def test_copies_have_a_budget_and_what_may_be_spilled_has_its_part() -> None:
+    lone = Lone(parked=False)
     second = lone.drive.answer(lone.drive.open(LEARNER, SPEC, name="second"))
-    assert second.spillable
-    lone.drive.park(LEARNER, second.storage_id)
-    assert not lone.drive.moves
+    assert not second.spillable
+    with pytest.raises(StorageMisuse, match="parks second, which is spillable on"):
+        lone.drive.park(LEARNER, second.storage_id)
+    # Its room is not room that a wait may bring.
+    with pytest.raises(ArenaFull, match="waiting cannot help"):
+        lone.drive.answer(lone.drive.allocate(ENCODER, LEARNER, size_pages=2 * GPU_PAGE // PAGE))
+    lone.park()
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+    lone.drive.do(events.RunClosed, run_id=RUN)
+    lone.drive.do(events.RunOpened, run_id=RUN, epoch=Epoch(1))
+    assert lone.drive.answer(lone.drive.open(LEARNER, SPEC, name="second")).spillable
 
 
 def test_what_is_larger_than_the_budget_for_copies_stays_and_nobody_waits_for_its_room() -> None:

@@ -54,6 +54,7 @@ def test_the_client_has_these_methods():
         "create_run",
         "get_run",
         "list_runs",
+        "run_at_work",
         "watch_run",
         "wait_run",
         "pause",

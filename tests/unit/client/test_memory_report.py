@@ -12,6 +12,8 @@ from PIL import Image
 
 from common.errors import Unavailable
 from common.step.plan import StepMode
+from common.tensors.parts import part_names
+from common.tensors.storage import StorageSpec
 from rollplex.cli.memory_tables import size
 from rollplex.ledger import ledger_from_proto
 from rollplex.models import StepRecord
@@ -19,7 +21,7 @@ from rollplex.report.memory import MemorySeries, draw_memory, sample_memory, sam
 from rollplex.report.run_files import Span
 from rollplex.report.step_phases import step_phases
 from services.broker.translate import ledger_to_proto
-from tests.unit.broker.driver import ENCODER, GPU, GPU_PAGE, LEARNER, Driver
+from tests.unit.broker.driver import ENCODER, GPU, GPU_PAGE, LEARNER, Driver, pages
 
 pytestmark = pytest.mark.usefixtures("drawing_fonts")
 
@@ -65,6 +67,16 @@ def test_groups_are_one_a_class_and_state(drive):
     assert group.size_bytes == 3 * GPU_PAGE
     assert group.holders == ["learner/0"]
     assert group.until == ["learner/0 released it after decode"]
+
+
+def test_parts_of_a_whole_are_one_class(drive):
+    for name in part_names("policy.optimizer", 3):
+        spec = StorageSpec(tensors=pages(1), readers=(), writers=(LEARNER,))
+        drive.answer(drive.open(LEARNER, spec, name=name))
+    ledger = ledger_of(drive)
+    assert ledger.by_series() == {"policy.optimizer": 3 * GPU_PAGE}
+    (group,) = ledger.groups()
+    assert (group.first.class_name, len(group.entries)) == ("policy.optimizer", 3)
 
 
 async def test_the_picture_is_of_every_sample(drive, tmp_path):

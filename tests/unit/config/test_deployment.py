@@ -43,8 +43,7 @@ def test_broker_and_controller_come_before_the_workers():
 
 
 def test_every_rank_has_ports_of_its_own():
-    sets = [f"services.{service}.ranks=10" for service in WORKERS]
-    deployment = load_deployment(None, sets)
+    deployment = load_deployment(None, ["train_tp=10", "rollout_tp=10"])
     assert len(deployment.participants) == 42
     addresses = {deployment.grpc_address(participant) for participant in deployment.participants}
     assert len(addresses) == 42
@@ -55,7 +54,8 @@ def test_ports_of_the_system_and_single_exceptions():
     assert deployment.grpc_address(BROKER) == "127.0.0.1:9000"
     assert deployment.controller_address == "127.0.0.1:0"
     assert deployment.http_address(BROKER) == "127.0.0.1:7501"
-    ranks = load_deployment(None, ["services.learner.ranks=2", "services.learner.grpc_port=0"])
+    sets = ["train_tp=2", "rollout_tp=2", "services.learner.grpc_port=0"]
+    ranks = load_deployment(None, sets)
     assert ranks.grpc_address(Participant(service=Service.LEARNER, rank=1)) == "127.0.0.1:0"
 
 
@@ -152,17 +152,34 @@ def test_bad_environment_raises(name, value, words):
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ("services.broker.ranks=2", "broker runs once a node"),
         ("redis.url=localhost", "has to begin with redis://"),
-        ("services.lerner.ranks=1", "should be 'controller', 'broker'"),
+        ("services.lerner.grpc_port=1", "should be 'controller', 'broker'"),
         ("device=tpu", "device = 'tpu'"),
         ("name=Has Space", "name = 'Has Space'"),
-        ("services.learner.ranks=11", "less than or equal to 10"),
+        ("train_tp=11", "less than or equal to 10"),
+        ("train_tp=2", "train_tp = 2 with rollout_tp = 1"),
+        ("rollout_tp=2", "train_tp = 1 with rollout_tp = 2"),
     ],
 )
 def test_wrong_value_is_named(item, words):
     with pytest.raises(ConfigError, match=words):
         load_deployment(None, [item])
+
+
+@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
+def test_several_ranks_run_ungoverned_on_the_cpu(item):
+    name, _, value = item.partition("=")
+    with pytest.raises(ConfigError, match=f"train_tp = 2 with {name} = ['\"]{value}"):
+        load_deployment(None, ["train_tp=2", "rollout_tp=2", item])
+
+
+def test_every_worker_has_the_ranks_of_its_side():
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2"])
+    assert {service: deployment.ranks(service) for service in Service} == {
+        Service.CONTROLLER: 1,
+        Service.BROKER: 1,
+        **dict.fromkeys(WORKERS, 2),
+    }
 
 
 def test_redis_of_the_node_or_the_configured_one():

@@ -10,6 +10,7 @@ from common.events import Event, bodies
 from common.ids import Epoch, GroupId, LeaseId, Participant, Service, StepIndex, WeightsVersion
 from common.step.tasks import Task
 from services.controller.metrics import StepObserver, covered_ns, overlap_fraction
+from services.controller.move_tally import MoveTally
 from tests.unit.controller.kit import RUN, SECOND, SETTINGS, span
 
 ENCODER = Participant(service=Service.PREFIX_ENCODER)
@@ -230,9 +231,11 @@ def test_a_dropped_groups_graph_is_gone():
     assert observer.record(None).metrics["graph_bytes_peak"] == 50
 
 
-def _moved(*, restored: bool, size_bytes: int, seconds: float) -> bodies.ContentsMoved:
+def _moved(
+    *, restored: bool, size_bytes: int, seconds: float, storage: str = "reference.weights"
+) -> bodies.ContentsMoved:
     return bodies.ContentsMoved(
-        storage="reference.weights",
+        storage=storage,
         device="cpu",
         restored=restored,
         size_bytes=size_bytes,
@@ -254,3 +257,33 @@ def test_what_left_the_device_and_came_back_is_counted_by_storage():
         "reference_weights_restored_bytes": 8,
         "time_reference_weights_restore_s": 0.25,
     }
+
+
+def test_the_parts_of_the_optimizers_state_are_one_metric():
+    observer = _observed()
+    for number in range(3):
+        part = {"storage": f"policy.optimizer.{number}", "size_bytes": 8, "seconds": 0.5}
+        _apply(observer, _moved(restored=False, **part), event_id=f"out {number}")
+        _apply(observer, _moved(restored=True, **part), event_id=f"back {number}")
+    metrics = observer.record(None).metrics
+    assert {name: metrics[name] for name in metrics if "optimizer" in name} == {
+        "policy_optimizer_spilled_bytes": 24,
+        "time_policy_optimizer_spill_s": 1.5,
+        "policy_optimizer_restored_bytes": 24,
+        "time_policy_optimizer_restore_s": 1.5,
+    }
+
+
+def test_what_leaves_after_a_steps_record_is_of_the_next_one():
+    def event(name, epoch):
+        body = _moved(restored=False, size_bytes=8, seconds=0.5, storage="policy.optimizer.0")
+        fields = {"run_id": PLAN.run_id, "step": PLAN.step, "epoch": epoch}
+        return Event(sender=ENCODER, body=body, event_id=name, **fields)
+
+    late = MoveTally(PLAN)
+    following = dataclasses.replace(PLAN, epoch=Epoch(PLAN.epoch + 1))
+    observer = StepObserver(following, needs_reference=True, late=late)
+    for name, epoch in (("a", PLAN.epoch), ("a", PLAN.epoch), ("b", PLAN.epoch - 1)):
+        late.apply(event(name, epoch))
+    assert observer.apply(event("c", following.epoch), received_ns=0)
+    assert observer.record(None).metrics["policy_optimizer_spilled_bytes"] == 16

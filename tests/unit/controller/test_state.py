@@ -259,6 +259,27 @@ def test_events_of_another_epoch_and_repeated_events_change_nothing():
     assert driver.phase is Phase.STEPPING
 
 
+def test_what_leaves_between_two_steps_is_counted_in_the_later_one():
+    driver = Driver()
+    driver.configure()
+    driver.begin()
+    driver.publish()
+    moved = bodies.ContentsMoved(
+        storage="policy.optimizer.0", device="cpu", restored=False, size_bytes=8, seconds=0.5
+    )
+    late = driver.epoch
+    driver.node(moved, epoch=late, step=0)
+    driver.commit()
+    driver.node(moved, epoch=late, step=0)
+    driver.begin()
+    driver.node(moved, epoch=late, step=0)
+    driver.node(moved)
+    driver.publish()
+    metrics = [instruction.step.metrics for instruction in driver.all(do.CommitStep)]
+    assert "policy_optimizer_spilled_bytes" not in metrics[0]
+    assert metrics[1]["policy_optimizer_spilled_bytes"] == 4 * 8
+
+
 def test_an_illegal_move_tells_the_story():
     driver = Driver()
     driver.configure()

@@ -158,10 +158,29 @@ def test_parameters_are_counted_from_the_headers(model):
 )
 def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
     recipe = _recipe(model={"path": str(model)} | table, algorithm={"kl_coefficient": kl})
-    needed = dict(needed_bytes(recipe).items())
+    needed = needed_bytes(recipe, device="cpu")
     reference = expected.pop("reference", None)
     assert needed.pop("reference.weights", None) == reference
     assert needed == {f"policy.{name}": size for name, size in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("training", "device", "elements"),
+    [
+        # 1001 elements of 8 bytes in parts of 1 KiB: seven of 128, and a last one.
+        ({}, "cuda", 3 * 128),
+        ({}, "cpu", 1001),
+        ({"spill_optimizer": True}, "cpu", 3 * 128),
+        ({"spill_optimizer": False}, "cuda", 1001),
+        ({"optimizer_part_mib": 3072.0}, "cuda", 1001),
+    ],
+)
+def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
+    model, training, device, elements
+):
+    parts = {"optimizer_part_mib": 1 / 1024} | training
+    recipe = _recipe(model={"path": str(model)}, training=parts)
+    assert needed_bytes(recipe, device=device)["policy.optimizer"] == 8 * elements
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
@@ -169,9 +188,9 @@ def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
     row = broker_pb2.LedgerEntry(
         name="policy.weights", run_id="other", bytes=2**20, holders=["learner/0"], until="its end"
     )
-    check_room(recipe, broker_pb2.Ledger(capacity_bytes=6004 + 8008 + 4004))
+    check_room(recipe, broker_pb2.Ledger(capacity_bytes=6004 + 8008 + 4004), device="cpu")
     with pytest.raises(ResourceExhausted, match=r"arena_gib") as refused:
-        check_room(recipe, broker_pb2.Ledger(capacity_bytes=18_000, entries=[row]))
+        check_room(recipe, broker_pb2.Ledger(capacity_bytes=18_000, entries=[row]), device="cpu")
     assert "1.0 MiB  policy.weights  of run other, held by learner/0, until its end" in str(
         refused.value
     )

@@ -74,6 +74,8 @@ BODIES = [
     bodies.WeightsPublished(weights_version=WeightsVersion(4), metrics={"norm": 0.5}),
     bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),
     bodies.TaskFailed(task="update", code="internal", type="X", message="m", retryable=True),
+    bodies.TaskCommanded(number=3, task=Task.REFERENCE_SCORE, group=GroupId(0)),
+    bodies.TaskCommanded(number=4, task=Task.UPDATE, group=None),
     bodies.MemoryWanted(device="GPU-1", size_bytes=7),
     bodies.ContentsMoved(
         storage="reference.weights", device="GPU-1", restored=True, size_bytes=7, seconds=0.25

@@ -9,10 +9,16 @@ import pytest
 from common.config.recipe import TrainingConfig
 from common.errors import InvalidArgument
 from common.step.schedule import Schedule
+from common.tensors.parts import PARTS_IN_FLIGHT
 from common.vlm.shape import read_shape
 from rollplex.plan.plan import NAIVE, RESTORE_AHEAD_GROUPS, plans
 from rollplex.plan.request import Batch, PlanRequest
-from rollplex.plan.sizes import LOGITS_BYTES, NORM_PART_BYTES, RESERVE_BYTES
+from rollplex.plan.sizes import (
+    LOGITS_BYTES,
+    NORM_PART_BYTES,
+    OPTIMIZER_PART_MIB,
+    RESERVE_BYTES,
+)
 from rollplex.plan.table import Phase, TensorClass
 from services.broker import arena_cuda
 
@@ -146,6 +152,52 @@ def test_optimizer_state_that_stays():
     assert made.host_bytes == 0
 
 
+def test_of_optimizer_state_that_is_spilled_three_parts_are_in_flight():
+    request = replace(REQUEST, shard_optimizer=False)
+    plan = by_name(request)["rollplex"]
+    sizes, table = plan.sizes, plan.table
+    count = len(sizes.optimizer_parts)
+    assert count > PARTS_IN_FLIGHT
+    assert plan.restore_ahead == 0
+    assert any(f"3 of its {count} parts at a time" in note for note in plan.notes)
+    there = {Phase.VISION, Phase.UPDATE}
+    for row, whole in ((TensorClass.MASTERS, sizes.masters), (TensorClass.MOMENTS, sizes.moments)):
+        found = {phase: table.get(row, phase) for phase in Phase}
+        assert {phase for phase, size in found.items() if size} == there
+        assert found[Phase.UPDATE] == pytest.approx(whole * PARTS_IN_FLIGHT / count, rel=0.01)
+    part_bytes = sizes.masters_of(1) + sizes.moments_of(1)
+    assert part_bytes * sizes.in_flight_elements <= PARTS_IN_FLIGHT * OPTIMIZER_PART_MIB * 2**20
+
+
+def test_optimizer_state_that_comes_ahead_is_there_for_the_update():
+    plan = by_name(replace(REQUEST, gpu="h200"))["rollplex"]
+    assert plan.restore_ahead
+    assert plan.table.get(TensorClass.MOMENTS, Phase.UPDATE) == plan.sizes.moments
+    assert plan.table.get(TensorClass.MOMENTS, Phase.VISION) < plan.sizes.moments
+
+
+@pytest.mark.parametrize(("name", "update_gib"), [("3b", 71), ("7b", 80)])
+def test_one_h200_holds_the_3b_and_the_7b_shape(name, update_gib):
+    """Videos of 6144 tokens; of 7B, all of the optimizer's state at once would need 153 GiB."""
+    batch = Batch(
+        prompts=8, samples=8, prompt_tokens=6144, vision_tokens=5376, response_tokens=1024
+    )
+    request = PlanRequest(
+        shape=read_shape(f"qwen2.5-vl-{name}"),
+        gpu="h200",
+        gpus=1,
+        train_tp=1,
+        rollout_tp=1,
+        batch=batch,
+    )
+    made = by_name(request)
+    for schedule in SCHEDULES:
+        assert made[schedule].fits, schedule
+        assert made[schedule].table.total(Phase.UPDATE) < update_gib * GIB
+    resident = by_name(replace(request, spill_optimizer=False))
+    assert resident["serial"].fits == (name == "3b")
+
+
 def test_reference_weights_that_leave(example):
     made = by_name(replace(REQUEST, spill_reference=True))
     away = {
@@ -198,7 +250,9 @@ def test_refusals(changes, message):
 
 def test_constants_are_those_of_the_services():
     assert RESERVE_BYTES == arena_cuda.RESERVE_BYTES
-    assert TrainingConfig.model_fields["restore_ahead_groups"].default == RESTORE_AHEAD_GROUPS
+    defaults = TrainingConfig.model_fields
+    assert defaults["restore_ahead_groups"].default == RESTORE_AHEAD_GROUPS
+    assert defaults["optimizer_part_mib"].default == OPTIMIZER_PART_MIB
 
 
 def test_constants_are_those_of_the_update():

@@ -16,6 +16,8 @@ from common.ids import GroupId, LeaseId, Participant
 from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.step.view import StepView
+from common.tensors.spec import Residency
+from common.tensors.storage import HoldKind, StorageSpec
 from services.broker.instructions import AnnounceStepBegan
 from services.prefix_encoder.admission import LeaseSizes
 from tests.unit.broker.driver import (
@@ -25,6 +27,7 @@ from tests.unit.broker.driver import (
     REFERENCE,
     ROLLOUT,
     Driver,
+    pages,
 )
 from tests.unit.step.test_schedule import event, plan
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.step.machine import Admits
+    from services.broker.events import HoldId, StorageId
 
 COMPUTE = (Task.PREFIX_BACKWARD, Task.POLICY_VISION, Task.POLICY_PREFIX, Task.REFERENCE_PREFIX)
 """Of the prefix-encoder: one at a time, a wait for room included."""
@@ -59,15 +63,23 @@ SIZES = LeaseSizes(
 )
 
 
-def reserve_pages(schedule: Schedule, tokens: list[int]) -> int:
+def reserve_pages(schedule: Schedule, tokens: list[int], *, weights_pages: int = 0) -> int:
     """The least room of a step: K and V of both roles and gradients once, everybody's vision.
 
-    In `fused`, the policy's K and V as often as groups decode at a time.
+    In `fused`, the policy's K and V as often as groups decode at a time. Elsewhere gradients come
+    when the reference's K and V have gone, and so have its weights, if these can.
     """
     longest = max(tokens) - 1
     policies = sorted(tokens, reverse=True)[: PLACES if schedule is Schedule.FUSED else 1]
-    chain = sum(_pages(300 * (count - 1)) for count in policies)
-    chain += _pages(300 * longest) + _pages(500 * longest)
+    policy = sum(_pages(300 * (count - 1)) for count in policies)
+    reference, gradient = _pages(300 * longest), _pages(500 * longest)
+    match schedule:
+        case Schedule.FUSED:
+            chain = weights_pages + policy + reference + gradient
+        case Schedule.ROLLPLEX:
+            chain = max(weights_pages + policy + reference, policy + gradient)
+        case Schedule.SERIAL:
+            chain = max(weights_pages + reference, policy + gradient)
     return chain + sum(_pages(100 * (count // 2)) for count in tokens)
 
 
@@ -84,11 +96,39 @@ class Play:
     """Of each prompt."""
     room_pages: int
     admits: Admits
+    weights_pages: int = 0
+    """Of the reference's weights, which are spilled behind the last score; 0: of no account."""
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.drive = Driver(capacity_pages=self.room_pages)
+        self.drive = Driver(capacity_pages=self.room_pages, copies_pages=self.weights_pages)
+        self.weights: dict[Participant, tuple[StorageId, HoldId]] = {}
+        if self.weights_pages:
+            self._make_weights()
         self.begin()
+
+    def _make_weights(self) -> None:
+        """Both readers hold them."""
+        spec = StorageSpec(
+            tensors=pages(self.weights_pages),
+            readers=(ENCODER,),
+            writers=(REFERENCE,),
+            residency=Residency.SPILLABLE,
+        )
+        made = self.drive.answer(self.drive.open(REFERENCE, spec)).storage_id
+        hold = self.drive.answer(self.drive.hold(REFERENCE, made, HoldKind.WRITE)).hold_id
+        self.drive.publish(REFERENCE, hold)
+        opened = self.drive.answer(self.drive.open(ENCODER)).storage_id
+        for reader, storage in ((REFERENCE, made), (ENCODER, opened)):
+            held = self.drive.answer(self.drive.hold(reader, storage, HoldKind.READ))
+            self.weights[reader] = storage, held.hold_id
+
+    def spill_weights(self, *_: object) -> None:
+        """Their readers let go; what was read last is away some time later."""
+        for reader, (storage, hold) in self.weights.items():
+            self.drive.let_go(reader, hold)
+            self.drive.park(reader, storage)
+        self.weights.clear()
 
     def begin(self) -> None:
         """The next epoch. Whoever holds something of the one before lets go."""
@@ -115,6 +155,9 @@ class Play:
             moves = [("start", *key) for key in self.ready()]
             moves += [("finish", *key) for key in self.running if self.may_finish(key)]
             moves += [("deliver", None, None)] * bool(self.coming)
+            if self.weights and self.view.reference_over:
+                moves.append(("spill_weights", None, None))
+            moves += [("end_move", None, None)] * bool(self.drive.moves)
             if not moves:
                 return
             what, task, group = choose(moves)
@@ -187,6 +230,10 @@ class Play:
         """Events come back in order, some time after the task that sent them has ended."""
         body, group = self.coming.popleft()
         assert self.view.apply(event(body, group, epoch=self.epoch))
+
+    def end_move(self, *_: object) -> None:
+        """The weights have left."""
+        self.drive.end_move()
 
     def drop(self, group: int) -> None:
         """The group takes no further part: producers abandon its leases, readers let go."""

@@ -50,6 +50,37 @@ def test_every_step_ends_and_frees_everything(schedule, tokens, extra, drops, de
     assert play.drive.state.next_deadline_ns() is None
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from(Schedule),
+    tokens=st.lists(st.integers(2, 60), min_size=1, max_size=5),
+    weights_pages=st.integers(1, 30),
+    extra=st.sampled_from([0, 0, 1, 3, 10]),
+    drops=st.sets(st.integers(0, 5), max_size=2),
+    seed=st.integers(0, 2**32),
+)
+def test_so_it_does_in_the_room_that_spilled_reference_weights_leave(
+    schedule, tokens, weights_pages, extra, drops, seed
+):
+    admits = Admission(
+        SIZES, device="cpu", decoding_groups=PLACES, spilled_bytes=weights_pages * PAGE
+    )
+    room_pages = reserve_pages(schedule, tokens, weights_pages=weights_pages) + extra
+    play = Play(schedule, tokens, room_pages, admits, weights_pages=weights_pages)
+    chance = random.Random(seed)
+
+    def disturb() -> None:
+        for group in undropped(play, drops):
+            if chance.random() < 0.1:
+                play.drop(group)
+                drops.discard(group)
+
+    play.run(chance.choice, disturb)
+    assert play.view.accumulated, (play.leases, play.running)
+    assert play.drive.state.lease_states() == {}
+    assert play.drive.used_pages == weights_pages  # on the device, or of the copy
+
+
 def without_admission() -> Play:
     tokens = [30] * 5
     room_pages = reserve_pages(Schedule.ROLLPLEX, tokens)
@@ -83,17 +114,29 @@ def test_what_no_release_could_make_room_for_is_refused_at_once():
 
 @pytest.mark.parametrize(
     # 59 tokens: 5 pages of K/V for each prefix, 8 of gradients
-    ("schedule", "pages"),
-    [(Schedule.ROLLPLEX, 5 + 5 + 8), (Schedule.FUSED, 2 * 5 + 5 + 8)],
+    ("schedule", "spilled_pages", "pages"),
+    [
+        (Schedule.SERIAL, 0, 5 + 8),
+        (Schedule.SERIAL, 4, 5 + 8 - 4),
+        (Schedule.SERIAL, 10, 5),
+        (Schedule.ROLLPLEX, 0, 5 + 8),
+        (Schedule.ROLLPLEX, 2, 5 + 8 - 2),
+        (Schedule.ROLLPLEX, 10, 5 + 5),
+        (Schedule.FUSED, 0, 2 * 5 + 5 + 8),
+        (Schedule.FUSED, 10, 2 * 5 + 5 + 8),
+    ],
 )
-def test_a_step_that_can_never_end_is_refused_at_once(schedule, pages):
+def test_a_step_that_can_never_end_is_refused_at_once(schedule, spilled_pages, pages):
+    admits = Admission(
+        SIZES, device="cpu", decoding_groups=PLACES, spilled_bytes=spilled_pages * PAGE
+    )
     for missing_bytes in (0, 1):
         view = StepView(
             plan(schedule, groups=3),
             needs_reference=True,
             lease_room_bytes={"cpu": pages * PAGE - missing_bytes},
         )
-        ADMITS.require_room(view)
+        admits.require_room(view)
         for group in range(3):
             prepared = bodies.GroupPrepared(
                 prompt_lease=LeaseId(1),
@@ -105,9 +148,9 @@ def test_a_step_that_can_never_end_is_refused_at_once(schedule, pages):
             assert view.apply(event(prepared, group))
         if missing_bytes:
             with pytest.raises(ArenaFull, match="bytes are not taken for the whole run"):
-                ADMITS.require_room(view)
+                admits.require_room(view)
         else:
-            ADMITS.require_room(view)
+            admits.require_room(view)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ROLLPLEX, Schedule.FUSED])

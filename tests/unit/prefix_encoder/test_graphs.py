@@ -7,7 +7,8 @@ import weakref
 
 import torch
 
-from services.prefix_encoder.graphs import DeviceMemory, PrefixGraphs
+from common.worker.device_memory import DeviceMemory
+from services.prefix_encoder.graphs import PrefixGraphs
 
 PER_TOKEN = 10
 

@@ -3,6 +3,9 @@ from __future__ import annotations
 import torch
 
 from common.vlm.loading import empty_model, weight_layout
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import rank_layout, shards
+from common.vlm.parallel.state import take_shard
 from common.vlm.random_weights import fill_random
 from common.vlm.tiny import tiny_config
 from common.weights.binding import views
@@ -23,6 +26,20 @@ def test_values_do_not_depend_on_what_trains() -> None:
     frozen, trained = _filled(), _filled(train_vision=True)
     assert frozen.keys() == trained.keys()
     assert all(torch.equal(frozen[name], trained[name]) for name in frozen)
+
+
+def test_ranks_have_the_parts_of_the_same_values() -> None:
+    config, whole = tiny_config(), _filled()
+    layout = weight_layout(
+        empty_model(config, dtype=torch.float32), train_vision=False, dtype=torch.float32
+    )
+    for rank in range(2):
+        parts = shards(layout, config_shape(config), rank=rank, degree=2)
+        own = rank_layout(layout, parts, rank=rank, degree=2)
+        flat = torch.empty(own.total_elements)
+        fill_random(flat, own, seed=3, shards=parts)
+        for name, view in views(flat, own).items():
+            assert torch.equal(view, take_shard(whole[name], parts[name])), name
 
 
 def test_another_seed_gives_other_matrices() -> None:

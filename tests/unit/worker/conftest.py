@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from common.events import Event, bodies
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
+    from common.worker.work import ReadWeights
     from tests.integration.broker.conftest import Broker
 
 __all__ = ["broker", "mortal_broker", "started"]
@@ -78,6 +79,7 @@ class Script:
     load: Callable[[RunContext], Any] | None = None
     prepare: Callable[[], Any] | None = None
     save: Callable[[], Any] | None = None
+    weights: tuple[ReadWeights, ...] = ()
     told: list[str] = field(default_factory=list)
     scopes: list[StepScope] = field(default_factory=list)
 
@@ -114,8 +116,8 @@ class ScriptedRun:
         self._script.begin(scope)
         return ScriptedStep(self._script, scope)
 
-    def read_weights(self) -> tuple[()]:
-        return ()
+    def read_weights(self) -> tuple[ReadWeights, ...]:
+        return self._script.weights
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         if self._script.save is None:
@@ -221,8 +223,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def running(broker: Broker, script: Script) -> AsyncIterator[Worker]:
-    actor = WorkerActor(ENCODER, Incarnation("unit"), broker.deployment, None, script, CPU)
+async def running(broker: Broker, script: Script, *, ranks: int = 1) -> AsyncIterator[Worker]:
+    deployment = broker.deployment.model_copy(update={"train_tp": ranks, "rollout_tp": ranks})
+    actor = WorkerActor(ENCODER, Incarnation("unit"), deployment, None, script, CPU)
     worker = Worker(actor, script, broker)
     worker.life = asyncio.create_task(actor.run())
     try:

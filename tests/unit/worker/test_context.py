@@ -11,7 +11,7 @@ from common.ids import Participant, RunId, Service
 from common.tensors.spec import Residency
 from common.weights.layout import TensorSpec, WeightLayout
 from common.worker.context import RunContext
-from common.worker.weights import optimizer_spec
+from common.worker.optimizer_parts import optimizer_parts
 from tests.integration.runs.recipes import recipe
 
 LEARNER = Participant(service=Service.LEARNER)
@@ -40,5 +40,6 @@ def test_only_what_the_learner_parks_is_declared_spillable(wanted, device, resid
         ledger=None,
         resume_from=None,
     )
-    assert optimizer_spec(context, LAYOUT, LEARNER).residency is residency
+    (part,) = optimizer_parts(context, LAYOUT, LEARNER)
+    assert part.spec.residency is residency
     assert context.spills_optimizer == (residency is Residency.SPILLABLE)

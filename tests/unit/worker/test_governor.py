@@ -236,17 +236,20 @@ async def test_a_decode_that_changes_beside_a_job_gives_no_rate(live, governor):
 
 
 async def test_a_window_that_work_did_not_fill_gets_cheaper(live, governor):
-    def price_after(spare_s):
+    def price_after(job, spare):
         before = governor._price.of(Task.POLICY_PREFIX)
         live.set_rows(ROWS)
-        governor.run(Task.POLICY_PREFIX, lambda: time.sleep(0.02))
-        time.sleep(spare_s)
-        live.iterated()
+        governor.run(Task.POLICY_PREFIX, job)
+        spare()
         governor.step_ended(0, window_closed=True)
         return governor._price.of(Task.POLICY_PREFIX) - before
 
-    assert price_after(0.2) < 0
-    assert price_after(0.0) > 0
+    def decode_on():
+        time.sleep(0.2)
+        live.iterated()
+
+    assert price_after(lambda: None, decode_on) < 0
+    assert price_after(live.iterated, lambda: None) > 0
     before = governor._price.of(Task.POLICY_PREFIX)
     governor.run(Task.POLICY_PREFIX, lambda: None)
     live.iterated()

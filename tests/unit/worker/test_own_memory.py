@@ -6,11 +6,14 @@ import dataclasses
 
 import torch
 
+from common.ids import Participant, Service
+from common.tensors.spec import Held
 from common.worker.device import WorkerDevice
 from common.worker.own_memory import STEP_BYTES, OwnMemory, reserved_bytes
 from tests.unit.worker.conftest import CPU, ENCODER, RUN
 
 MIB = 1 << 20
+ROLLOUT = Participant(service=Service.ROLLOUT)
 
 
 class Allocator:
@@ -71,6 +74,34 @@ async def test_a_cpu_has_nothing_to_tell(broker):
     # Answered behind the look's message, were there one.
     await client.reserve(RUN, "activations", 0)
     assert await rows(broker) == {}
+
+
+async def test_a_budget_limits_the_allocator(broker, monkeypatch):
+    limits = []
+    monkeypatch.setattr(WorkerDevice, "limit", lambda self, size_bytes: limits.append(size_bytes))
+    client, other = await broker.join(ENCODER), await broker.join(ROLLOUT)
+    allocator = Allocator(8 * MIB)
+    own = OwnMemory(client, CPU, reserved=allocator)
+    await own.keep_to_budget()
+    assert limits == []
+    budgeted = dataclasses.replace(CPU, budgeted=True)
+    own = OwnMemory(client, budgeted, reserved=allocator)
+    await own.keep_to_budget()
+    (arena,) = (await broker.ledger()).arenas
+    assert limits == [arena.capacity_bytes]
+    other.report_held(Held.ALLOCATOR, 10 * MIB)
+    await broker.held(18 * MIB)
+    allocator.size_bytes = 4 * MIB
+    await own.keep_to_budget()
+    assert limits[1:] == [arena.capacity_bytes - 10 * MIB]
+    assert await rows(broker) == {
+        ("prefix-encoder/0", "allocator"): 4 * MIB,
+        ("rollout/0", "allocator"): 10 * MIB,
+    }
+    # It is told already.
+    own.look()
+    await client.reserve(RUN, "activations", 0)
+    await broker.held(14 * MIB)
 
 
 async def test_jobs_and_ends_of_epochs_tell(worker, script, broker, monkeypatch):

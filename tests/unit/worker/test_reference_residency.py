@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from common.tensors.spec import Residency
 from common.vlm.initialise import initialise, load_spec
 from common.weights.layout import TensorSpec, WeightLayout
 from common.worker.context import RunContext
-from common.worker.reference_residency import budget_is_short, reference_residency
+from common.worker.reference_residency import (
+    budget_is_short,
+    reference_residency,
+    spilled_bytes,
+)
 from common.worker.weights import policy_layout
 from tests.integration.broker.conftest import ARENA_BYTES
 from tests.integration.runs.conftest import SPEC
@@ -102,3 +107,7 @@ async def test_by_default_a_gpu_with_a_short_budget_spills(
     wanted = context("cuda", broker=client, path=tmp_path / "tiny", graph_reserve_gib=reserve_gib)
     layout = policy_layout(wanted)
     assert reference_residency(wanted, layout) is residency
+    weights_bytes = layout.total_elements * wanted.dtype.itemsize
+    assert spilled_bytes(wanted, layout, layout) == weights_bytes
+    too_large = replace(WEIGHTS, total_elements=client.copies_bytes)
+    assert spilled_bytes(wanted, layout, too_large) == 0

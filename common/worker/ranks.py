@@ -1,0 +1,138 @@
+"""The tensor-parallel ranks of one service, as one of its processes sees them.
+
+Invariants:
+- All ranks issue the same collectives in the same order: those of `mesh` in the compute thread, or
+  between two epochs; those of the methods here while a run is configured.
+- A configuration joins anew, whatever became of the ranks before it. A rank that waits in a
+  collective for one that has ended an epoch does not come back, and ends its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from common.errors import ProcessUnusable, Unavailable
+from common.vlm.parallel.mesh import tensor_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+PRESENT_TIMEOUT_S = 30.0
+"""Longest wait for the other ranks to be configured too."""
+AGREE_TIMEOUT_S = 120.0
+"""Longest wait for the other ranks once all have come, such as for a checkpoint to be read."""
+_LOOK_EVERY_S = 0.05
+PARTED_AFTER_S = 5.0
+"""Longest time that a job goes on after its epoch has ended, before it counts as a job that waits
+for ranks that have left it."""
+
+
+class RanksParted(ProcessUnusable):
+    """A collective of an ended epoch keeps the compute thread: nothing but the process ends it."""
+
+
+class RanksAbsent(Unavailable):
+    """Not every rank was configured in time."""
+
+
+@asynccontextmanager
+async def present(rendezvous: Path, *, rank: int, degree: int) -> AsyncIterator[None]:
+    """Wait until every rank does the same, so that `TensorRanks.join` does not block for long.
+
+    Args: as for `TensorRanks.join`, which belongs inside the block: no rank may leave it before all
+        have come. Each has a file of its own meanwhile, beside that one.
+    Raises: RanksAbsent.
+    """
+    marks = [rendezvous.with_name(f"{rendezvous.name}.{one}") for one in range(degree)]
+    marks[rank].touch()
+    try:
+        give_up_s = time.monotonic() + PRESENT_TIMEOUT_S
+        while absent := [one for one, mark in enumerate(marks) if not mark.exists()]:
+            if time.monotonic() > give_up_s:
+                raise RanksAbsent(f"{rendezvous.name}: ranks {absent} have not come")
+            await asyncio.sleep(_LOOK_EVERY_S)
+        yield
+    finally:
+        marks[rank].unlink(missing_ok=True)
+
+
+class TensorRanks:
+    """Joined ranks; valid until `leave`.
+
+    Attributes:
+        mesh: of the service's ranks, with a communicator of its own.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return self.mesh.size()
+
+    @classmethod
+    def join(
+        cls, rendezvous: Path, *, rank: int, degree: int, collective_timeout_s: float
+    ) -> TensorRanks:
+        """Wait for the other ranks, which do the same; blocks.
+
+        Args:
+            rendezvous: a file that no earlier call has used, the same for all ranks; removed.
+            rank, degree: this rank, of so many.
+            collective_timeout_s: longest wait of a collective of `mesh`.
+        Raises: RuntimeError (`torch.distributed.DistError`) if one does not come in time.
+        """
+        # Ranks are of one node, and nothing of it is to be reached from outside.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=degree,
+            timeout=timedelta(seconds=AGREE_TIMEOUT_S),
+        )
+        try:
+            mesh = tensor_mesh([range(degree)], device_type="cpu", timeout_s=collective_timeout_s)
+            dist.barrier()
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+        rendezvous.unlink(missing_ok=True)
+        return cls(mesh)
+
+    def all_true(self, value: bool) -> bool:
+        """Whether it is true on every rank; blocks until all have asked."""
+        return self._extremes(int(value))[0] == 1
+
+    def all_equal(self, number: int) -> bool:
+        """Whether every rank has this number; blocks until all have asked."""
+        lowest, highest = self._extremes(number)
+        return lowest == highest
+
+    def meet(self) -> None:
+        """Block until all ranks have come here; in the compute thread."""
+        dist.barrier(group=self.mesh.get_group())
+
+    def leave(self) -> None:
+        """Give the communicators up. Idempotent."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _extremes(self, number: int) -> tuple[int, int]:
+        """The lowest and the highest of all ranks' numbers."""
+        pair = torch.tensor([number, -number], dtype=torch.int64)
+        dist.all_reduce(pair, op=dist.ReduceOp.MIN)
+        lowest, highest = pair.tolist()
+        return lowest, -highest

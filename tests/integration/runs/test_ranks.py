@@ -1,0 +1,133 @@
+"""Several tensor-parallel ranks of every service make the update that one rank makes."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.events.bodies import ModelRole
+from common.ids import Service
+from common.step.schedule import Schedule
+from common.vlm.initialise import initialise, load_spec
+from rollplex.models import RunState
+from tests.integration.runs.conftest import SPEC
+from tests.integration.runs.lab import Lab, reach
+from tests.integration.runs.moments import Striker
+from tests.integration.runs.recipes import different, final_tensors, recipe, relative_difference
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
+
+STEPS = 2
+VOCABULARY = 368
+"""Divided by the ranks."""
+PATIENCE = timedelta(seconds=300)
+BLOWS = (
+    (Striker.window, "rollout/1"),
+    (Striker.encoder_accumulates, "prefix-encoder/1"),
+    (Striker.scoring, "reference/1"),
+    (Striker.updating, "learner/1"),
+    (Striker.durable, "learner/0"),
+)
+READERS = {
+    ModelRole.POLICY: (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT),
+    ModelRole.REFERENCE: (Service.REFERENCE, Service.PREFIX_ENCODER),
+}
+
+
+@pytest.fixture(scope="module")
+def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = load_spec(SPEC)
+    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
+    folder = tmp_path_factory.mktemp("divided") / "tiny"
+    initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(node, divided_model):
+    return Lab(node, divided_model)
+
+
+@pytest.fixture(scope="module")
+def together(parallel_node, divided_model):
+    return Lab(parallel_node, divided_model)
+
+
+def steady(model: Path, schedule: Schedule, **training: Any):
+    """An update in which no gradient is small beside epsilon: AdamW makes a step of any other, be
+    it rounding."""
+    return recipe(
+        model,
+        schedule,
+        reward={
+            "functions": [{"function": "rollplex.verify.task:checksum_reward"}],
+            "on_error": "stop",
+        },
+        algorithm={"kl_coefficient": 0.01, "learning_rate": 1e-2, "eps": 1e-2},
+        training={"steps": STEPS, **training},
+    )
+
+
+async def recorded(alone):
+    """One rank's run, and what it sampled."""
+    wanted = steady(alone.model, Schedule.SERIAL, record_responses=True)
+    (run,) = await alone.succeeded({"alone": wanted})
+    return run
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+async def test_two_ranks_make_the_update_of_one(alone, together, schedule):
+    expected = await recorded(alone)
+    wanted = steady(together.model, schedule, replay_from=str(expected.folder))
+    (actual,) = await together.succeeded({f"together-{schedule}": wanted})
+    assert relative_difference(expected.tensors, actual.tensors) <= 1e-5
+
+
+async def test_two_ranks_go_on_from_the_checkpoint_of_one(alone, together):
+    """Its moments have parts in both ranks: the third step's update needs them."""
+    first = await recorded(alone)
+    checkpoint = max((first.folder / "checkpoints").glob("step-*"))
+    on = {"steps": STEPS + 1}
+    wanted = steady(alone.model, Schedule.SERIAL, **on, record_responses=True)
+    (expected,) = await alone.succeeded({"alone-on": wanted}, resume_from=checkpoint)
+    wanted = steady(alone.model, Schedule.SERIAL, **on, replay_from=str(expected.folder))
+    (actual,) = await together.succeeded({"together-on": wanted}, resume_from=checkpoint)
+    assert relative_difference(expected.tensors, actual.tensors) <= 1e-5
+
+
+async def test_a_run_survives_the_death_of_single_ranks(together):
+    wanted = steady(together.model, Schedule.ROLLPLEX, steps=12)
+    (calm,) = await together.succeeded({"calm": wanted})
+    async with together.node.client() as client:
+        run = await client.create_run(wanted, run_dir=together.node.folder / "killed")
+        async with Striker(together.node, client, run) as striker:
+            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
+            struck = [await moment(striker, victim) for moment, victim in BLOWS]
+            run = await ended
+    assert run.state is RunState.SUCCEEDED, run.reason
+    assert len({blow.step for blow in struck}) == len(BLOWS)
+    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+
+
+async def test_every_rank_reads_the_weights_of_its_owner(together):
+    wanted = steady(together.model, Schedule.SERIAL, steps=50)
+    async with together.node.client() as client:
+        run = await client.create_run(wanted, run_dir=together.node.folder / "verified")
+        await reach(client, run.run_id, RunState.RUNNING, steps=1)
+        await client.pause(run.run_id)
+        await reach(client, run.run_id, RunState.PAUSED)
+        report = await client.verify_weights()
+        await client.stop(run.run_id)
+        assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
+    assert report.differences == ()
+    read = {(one.role, one.consumer) for one in report.read}
+    assert read == {
+        (role, f"{service}/{rank}")
+        for role, services in READERS.items()
+        for service in services
+        for rank in range(2)
+    }
