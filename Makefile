@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Environment that the SGLang tests run the engine in.
+SGLANG_VENV ?= .venv-sglang
 # Torch as pip sees it. Without a GPU a CPU build is smaller by gigabytes: TORCH_INDEX may name a
 # package index that has one, or TORCH the path of a wheel.
 TORCH ?= torch==2.13.0
@@ -21,6 +23,7 @@ KUSTOMIZATION ?= deploy/k8s/base
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 PROTOS := $(sort $(wildcard protos/rollplex/v1/*.proto))
 PROTOC = $(PY) -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
@@ -32,8 +35,8 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup protos protos-check demo fmt lint type test test-gpu test-nightly bench \
-	up status logs down clean
+.PHONY: help setup protos protos-check demo fmt lint type test test-gpu test-nightly test-sglang \
+	bench up status logs down clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +86,18 @@ test-gpu: $(STAMP) ## Run the GPU tests; running none is a failure
 
 test-nightly: $(STAMP) ## Run the kill matrix and the long runs; running none is a failure
 	$(PY) -m pytest -m nightly --require-run $(ARGS)
+
+test-sglang: $(STAMP) $(SGLANG_STAMP) ## Run the tests on SGLang's real engine, on a CPU, in its own environment
+	$(PY) -m pytest -m sglang --require-run --timeout 600 \
+		--sglang-python $(SGLANG_VENV)/bin/python $(ARGS) tests/sglang
+
+# Not with its dependencies: those bring builds and kernels for GPUs, gigabytes of them.
+$(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/requirements-bare.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --requirement tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements-bare.txt
+	@touch $@
 
 bench: $(STAMP) ## Run benchmarks of bench/, one JSON document each (BENCH=)
 	@for name in $(BENCH); do $(PY) -m bench.$$name || exit 1; done

@@ -31,9 +31,14 @@ _ALLOWED_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkse
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--require-run`."""
+    """Add `--require-run` and `--sglang-python`."""
     parser.addoption(
         "--require-run", action="store_true", help="fail if no test ran, skipped ones not counted"
+    )
+    parser.addoption(
+        "--sglang-python",
+        default=".venv-sglang/bin/python",
+        help="interpreter of the environment that has SGLang, for the tests marked sglang",
     )
 
 

@@ -131,12 +131,15 @@ class Deployment(FrozenConfig):
     threads_per_worker: int | None = Field(default=None, ge=1)
     """Compute threads of each worker. All workers have the same number: results are equal bit for
     bit only then. Unset: the node's cores divided among the workers, at least 1."""
+    engine_python: Path | None = None
+    """Python interpreter of the environment that has SGLang, which runs the engine of recipes with
+    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: the services' own."""
     deadlines: Deadlines = Deadlines()
     """How long things may take."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines that are written."""
 
-    @field_validator("state_dir", "governor_table")
+    @field_validator("state_dir", "governor_table", "engine_python")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()

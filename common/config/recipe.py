@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from common.config.base import FrozenConfig
+from common.config.sglang import SglangConfig
 from common.rl.config import AlgorithmConfig
 from common.rl.lengths import LengthsConfig
 from common.rl.reward_config import RewardConfig
@@ -73,6 +74,9 @@ class EngineName(StrEnum):
     """Rollout engines."""
 
     NATIVE = "native"
+    """This project's own."""
+    SGLANG = "sglang"
+    """SGLang, in processes of its own; see `docs/sglang.md`."""
 
 
 class RolloutConfig(FrozenConfig):
@@ -80,6 +84,8 @@ class RolloutConfig(FrozenConfig):
 
     engine: EngineName = EngineName.NATIVE
     """Which engine decodes."""
+    sglang: SglangConfig | None = None
+    """Settings of `engine = "sglang"`, and only legal there; unset: its defaults."""
     samples_per_group: int = Field(default=8, ge=1)
     """G: responses to one prompt."""
     max_new_tokens: int = Field(ge=1)
@@ -97,6 +103,22 @@ class RolloutConfig(FrozenConfig):
     lengths: LengthsConfig | None = None
     """Responses of set lengths in training steps, for measurements: each has exactly so many
     tokens, whatever they are. Unset: responses end where the model ends them."""
+
+    @property
+    def logprob_bound(self) -> float | None:
+        """How far the engine's log-probabilities may be from the trainer's; None: they are its."""
+        if self.engine is not EngineName.SGLANG:
+            return None
+        return (self.sglang or SglangConfig()).logprob_bound
+
+    @model_validator(mode="after")
+    def _engine_has_its_table(self) -> Self:
+        if self.sglang is not None and self.engine is not EngineName.SGLANG:
+            raise ValueError(
+                f'a table sglang with engine = {self.engine.value!r}: set engine = "sglang", or '
+                "leave the table out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
@@ -232,6 +254,27 @@ class Recipe(FrozenConfig):
                 "training.share_prefix = false with model.train_vision = true: the tower has one "
                 "backward a group; leave one of them at its default"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sglang_can_do_it(self) -> Self:
+        if self.rollout.engine is not EngineName.SGLANG:
+            return self
+        refused = {
+            "training.schedule": (self.training.schedule is Schedule.FUSED, "fused"),
+            "training.replay_from": (
+                self.training.replay_from is not None,
+                str(self.training.replay_from),
+            ),
+            "model.dtype": (self.model.dtype == "float64", "float64"),
+        }
+        for key, (is_set, value) in refused.items():
+            if is_set:
+                raise ValueError(
+                    f'{key} = {value!r} with rollout.engine = "sglang": SGLang runs its own '
+                    "prefill and samples its own tokens, in float32 or bfloat16; use "
+                    'rollout.engine = "native" for it'
+                )
         return self
 
     @model_validator(mode="after")

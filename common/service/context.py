@@ -80,6 +80,7 @@ class ServiceContext:
             registry=self.metrics,
         )
         self._phase = ""
+        self._trouble = ""
         self._beat_s = time.monotonic()
 
     @property
@@ -90,6 +91,10 @@ class ServiceContext:
     def set_phase(self, phase: str) -> None:
         """Report what the process does; visible within a heartbeat. Empty: its lifecycle."""
         self._phase = phase
+
+    def set_trouble(self, trouble: str) -> None:
+        """Report what keeps the process from working although it serves; empty: nothing."""
+        self._trouble = trouble
 
     def beat(self, lag_s: float) -> None:
         """The event loop runs, and this much later than it should."""
@@ -104,6 +109,8 @@ class ServiceContext:
             return Verdict(
                 healthy=False, reason=f"stalled: the event loop has not run for {silent_s:.0f} s"
             )
+        if state is Lifecycle.SERVING and self._trouble:
+            return Verdict(healthy=False, reason=self._trouble)
         return Verdict(healthy=state is Lifecycle.SERVING, reason=state.value)
 
     def entry(self, *, grpc_address: str, http_address: str) -> ServiceEntry:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from common.ids import Epoch, LeaseId
 from common.tensors.connection import Connection
 from common.tensors.device import mapped_storage
-from common.tensors.intake import map_all, map_storage
+from common.tensors.intake import SharedMemory, map_all, map_storage, shared_memory
 from common.tensors.lease import Claim, Lease
 from common.tensors.spec import Placement, Residency
 from common.tensors.storage import Storage, parked
@@ -265,6 +265,21 @@ class BrokerClient:
             self._undo_open(answer.reply)
             raise
         return Storage(self._connection, mapping, opened)
+
+    async def share_storage(
+        self, run_id: RunId, name: str, *, timeout_s: float = 60.0
+    ) -> SharedMemory:
+        """A descriptor of a storage's memory, for a child process to map; it is not mapped here.
+
+        Raises:
+            LeaseMisuse: the storage may be spilled, or its memory has no descriptor.
+            NotDeclared, UnknownRun, BrokerTimeout, BrokerGone: as `open_storage`.
+        """
+        request = pb.OpenStorage(run_id=run_id, name=name, timeout_ms=round(timeout_s * 1000))
+        answer = await self._connection.ask(
+            pb.BrokerRequest(open_storage=request), timeout_s=timeout_s, undo=self._undo_open
+        )
+        return shared_memory(answer)
 
     async def reserve(
         self,

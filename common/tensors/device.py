@@ -122,23 +122,39 @@ def map_handle(handle: pb.TensorHandle, descriptor: int | None) -> DevicePages:
             if known.parking is not None and descriptor is not None:
                 known.parking.bring_back(handle.life, descriptor)
             return known
-        ordinal = _ordinal(handle.device)
-        permit_during_capture()
-        mapped: MappedMemory | OpenedSlab
         if descriptor is None:
             ipc = handle.ipc
-            mapped = OpenedSlab(ordinal, ipc.handle, ipc.offset_bytes, handle.size_bytes)
+            permit_during_capture()
+            ordinal = _ordinal(handle.device)
+            slab = OpenedSlab(ordinal, ipc.handle, ipc.offset_bytes, handle.size_bytes)
+            pages = DevicePages(handle.device, slab)
         else:
-            mapped = MappedMemory(ordinal, descriptor, handle.size_bytes)
+            pages = _map_pages(handle.device, descriptor, handle.size_bytes)
     finally:
         if descriptor is not None:
             os.close(descriptor)
-    pages = DevicePages(handle.device, mapped)
     if pages.parking is not None:
         pages.parking.life = handle.life
     if not handle.epoch:
         _storages[handle.generation] = pages
     return pages
+
+
+def map_pages(device: str, descriptor: int, size_bytes: int) -> DevicePages:
+    """Map shared memory of a GPU by its descriptor, which is closed here. Blocks for about a
+    millisecond.
+
+    Raises: as `map_handle` does.
+    """
+    try:
+        return _map_pages(device, descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map_pages(device: str, descriptor: int, size_bytes: int) -> DevicePages:
+    permit_during_capture()
+    return DevicePages(device, MappedMemory(_ordinal(device), descriptor, size_bytes))
 
 
 def mapped_storage(generation: int) -> DevicePages | None:

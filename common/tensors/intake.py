@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.tensors.device import HOST, DevicePages, map_handle, mapper
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
 
     from common.tensors.connection import Answer
+    from common.tensors.spec import TensorSpec
     from protos.rollplex.v1 import broker_pb2 as pb
 
 T = TypeVar("T")
@@ -71,6 +73,43 @@ async def map_storage(
         os.close(descriptor)
     specs = specs_from_proto(handle.tensors)
     return Mapping(name=handle.name, pages=pages, specs=specs, writable=handle.writable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """Memory of one storage, not mapped.
+
+    Attributes:
+        descriptor: to be closed by its owner.
+        device: `cpu`, or a GPU's UUID.
+        size_bytes: of the whole allocation.
+        specs: the tensors in it.
+    """
+
+    descriptor: int
+    device: str
+    size_bytes: int
+    specs: tuple[TensorSpec, ...]
+
+
+def shared_memory(answer: Answer) -> SharedMemory:
+    """The memory of a storage that was opened.
+
+    Raises: LeaseMisuse if it may be spilled, or has no descriptor.
+    """
+    opened = answer.reply.storage_opened
+    if opened.spillable or len(answer.fds) != 1:
+        Packet(data=b"", fds=answer.fds).close()
+        raise LeaseMisuse(
+            f"{opened.handle.name} cannot be mapped by a child process: it may be spilled "
+            f"(here: {opened.spillable}), or the node shares memory by legacy IPC handles"
+        )
+    return SharedMemory(
+        descriptor=answer.fds[0],
+        device=opened.handle.device,
+        size_bytes=opened.handle.size_bytes,
+        specs=tuple(specs_from_proto(opened.handle.tensors)),
+    )
 
 
 async def bring_back(answer: Answer, pages: HostPages | DevicePages | None) -> None:

@@ -83,17 +83,22 @@ def tensor_view(source: TensorSource, name: str) -> torch.Tensor:
         LeaseMisuse: no such tensor, or it was let go.
     """
     spec = source.spec(name)
-    dtype = _DTYPES[spec.dtype]
     if source.device != HOST:
-        return _on_gpu(source.device_buffer(name), spec)
-    buffer = source.buffer(name)
+        return device_tensor(source.device_buffer(name), spec)
+    return host_tensor(source.buffer(name), spec)
+
+
+def host_tensor(buffer: memoryview, spec: TensorSpec) -> torch.Tensor:
+    """A tensor over mapped bytes in host memory, which it keeps mapped; see `tensor_view`."""
+    dtype = _DTYPES[spec.dtype]
     if not buffer.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
     flat = torch.from_numpy(np.asarray(_Window(buffer)))
     return flat.view(dtype).view(spec.shape)
 
 
-def _on_gpu(source: DeviceBytes, spec: TensorSpec) -> torch.Tensor:
+def device_tensor(source: DeviceBytes, spec: TensorSpec) -> torch.Tensor:
+    """A tensor over mapped bytes of a GPU, which it keeps mapped."""
     dtype, device = _DTYPES[spec.dtype], torch.device("cuda", source.ordinal)
     if not source.nbytes:
         return torch.empty(spec.shape, dtype=dtype, device=device)

@@ -126,6 +126,12 @@ class WorkerActor(Actor[Message]):
         self._last_seen: tuple[RunId, int, Epoch] | None = None
         self._given_up = False
 
+    @property
+    def trouble(self) -> str:
+        """What keeps the run that it holds from working; empty: nothing."""
+        run = self._holder.run
+        return "" if run is None else run.trouble
+
     # ---------------------------------------------------------------- messages
 
     async def handle(self, message: Message | TaskEnded) -> None:

@@ -39,6 +39,8 @@ class RunContext:
     ledger: RunLedger
     resume_from: Path | None
     """Checkpoint folder to continue from when nothing newer is durable."""
+    engine_python: Path | None = None
+    """Interpreter that has SGLang; None: this process's own."""
     governed: bool = False
     """Whether background work runs on shares of the GPU's SMs."""
     tensor: TensorRanks | None = None

@@ -100,6 +100,7 @@ class RunHolder:
             broker=link.broker,
             ledger=self._ledger,
             resume_from=ask.resume_from,
+            engine_python=self._deployment.engine_python,
             governed=self._deployment.governed,
             tensor=await self._join(ask) if self._ranks > 1 else None,
         )

@@ -82,6 +82,7 @@ class WorkerService:
     async def _report_phase(self) -> None:
         while True:
             self._context.set_phase(self.actor.status().phase)
+            self._context.set_trouble(self.actor.trouble)
             await asyncio.sleep(PHASE_EVERY_S)
 
 

@@ -70,6 +70,10 @@ class RunWork(Protocol):
         For what the next epoch begins with; it goes back when somebody wants memory.
         """
 
+    @property
+    def trouble(self) -> str:
+        """What keeps it from working, for the health check; empty: nothing."""
+
     async def prepare(self) -> Prepared:
         """Make sure that a step can begin; also after a failed one. Idempotent."""
 

@@ -44,6 +44,7 @@ def check(deployment: Deployment, *, package: str) -> None:
         *_port_problems(deployment),
         *memory_problems(deployment, available_bytes()),
         *_redis_problems(deployment),
+        *_engine_problems(deployment),
     ]
     if problems:
         raise PrecheckFailed(problems)
@@ -89,6 +90,15 @@ def _module_problems(deployment: Deployment, package: str) -> Iterator[str]:
             found = None
         if found is None:
             yield f"the program of {service}, {module}, cannot be found; is the package installed?"
+
+
+def _engine_problems(deployment: Deployment) -> Iterator[str]:
+    python = deployment.engine_python
+    if python is not None and not os.access(python, os.X_OK):
+        yield (
+            f"engine_python = {str(python)!r} is no program that can be run; name the interpreter "
+            "of an environment that has SGLang, or leave it unset"
+        )
 
 
 def _port_problems(deployment: Deployment) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from common.config.recipe import EngineName
 from common.errors import InvalidArgument
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
@@ -27,6 +28,11 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
             'reward.on_error = "drop_group" on a node with train_tp = '
             f"{degree}: ranks cannot drop a group that they work on; legal are "
             '"default" and "stop"'
+        )
+    if recipe.rollout.engine is EngineName.SGLANG:
+        raise InvalidArgument(
+            f'rollout.engine = "sglang" on a node with train_tp = {degree}: SGLang is run without '
+            'tensor parallelism; legal is "native"'
         )
     for path in {recipe.model.path, recipe.model.reference_path or recipe.model.path}:
         check_degree(read_shape(str(path)), degree)

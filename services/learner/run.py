@@ -39,6 +39,7 @@ class LearnerRun:
     """One run in this process."""
 
     keeps_cache = False
+    trouble = ""
     lanes = (Lane(name="compute", tasks=(Task.UPDATE, Task.RESPONSE_TRAIN), collective=True),)
 
     def __init__(self, context: RunContext, shape: ModelShape, storages: LearnerStorages) -> None:

@@ -20,6 +20,7 @@ from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.responses import LOGPROBS, PackedResponses, packed_responses
 from common.worker.weights import KV
+from services.learner.drift import check_drift
 from services.learner.update import Update
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class LearnerStep:
                 engine_logprobs=responses.engine_logprobs,
             )
             loss, sums = policy_loss(batch, run.context.recipe.algorithm)
+            check_drift(sums, run.context.recipe.rollout.logprob_bound)
             loss.backward()
         return sums
 

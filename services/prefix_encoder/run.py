@@ -67,6 +67,7 @@ class PrefixEncoderRun:
     """One run in this process."""
 
     keeps_cache = True
+    trouble = ""
     """The next step begins here, with tensors of the same sizes."""
 
     def __init__(

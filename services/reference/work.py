@@ -46,6 +46,7 @@ class ReferenceRun:
     """One run in this process."""
 
     keeps_cache = False
+    trouble = ""
     lanes = (Lane(name="compute", tasks=(Task.REFERENCE_SCORE,), collective=True),)
 
     def __init__(self, context: RunContext, shape: ModelShape, weights: Storage | None) -> None:

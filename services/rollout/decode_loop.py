@@ -106,8 +106,10 @@ class DecodeLoop:
                 self._decodes = True
                 break
             self._live.set_rows(engine.active_rows)
-            finished.extend(engine.run_iteration().finished)
-            self._live.iterated()
+            iteration = engine.run_iteration()
+            finished.extend(iteration.finished)
+            if iteration.rows:
+                self._live.iterated()
         waits = engine.needs_next_group()
         # While it waits for a group nothing decodes: those that make the group need not go slowly.
         self._live.set_rows(engine.active_rows if self._decodes and not waits else 0)

@@ -16,7 +16,7 @@ from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
 from common.worker.work import Prepared, ReadWeights
-from services.rollout.engines.native import NativeEngine
+from services.rollout.engines.choice import make_engine
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
 from services.rollout.stop_tokens import stop_token_ids
@@ -64,6 +64,8 @@ class RolloutRun:
         self.stop_ids = stop_ids
         self.rewards = rewards
         self.live = live
+        self.gate_passed = context.recipe.rollout.logprob_bound is None
+        """Whether the engine was held against the trainer's pass, or need not be."""
         self._token = token
 
     @property
@@ -98,16 +100,13 @@ class RolloutRun:
         )
         model = shared_model(context, shape, weights, None)
         token = await SmToken.open(context) if context.governed else None
+        engine = await make_engine(context, shape=shape, weights=weights, model=model, token=token)
         return cls(
             context,
             weights=weights,
             shape=shape,
             model=model,
-            engine=NativeEngine(
-                model,
-                max_slots=recipe.rollout.max_slots,
-                beside=None if token is None else lambda: token.share > 0,
-            ),
+            engine=engine,
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
@@ -115,8 +114,14 @@ class RolloutRun:
             token=token,
         )
 
+    @property
+    def trouble(self) -> str:
+        """The engine's."""
+        return self.engine.trouble
+
     async def prepare(self) -> Prepared:
-        """Nothing to make good."""
+        """Have the engine up."""
+        await in_thread(self.engine.prepare)
         return Prepared()
 
     def begin(self, scope: StepScope) -> RolloutStep:
@@ -132,10 +137,10 @@ class RolloutRun:
         raise FailedPrecondition(f"{Service.ROLLOUT} writes no checkpoints; ask the learner")
 
     async def close(self) -> None:
-        """Stop the reward workers, drop the mappings."""
+        """Stop the reward workers and the engine, drop the mappings."""
         await self.rewards.close()
         self.live.close()
-        self.engine.release()
+        await in_thread(self.engine.close)
         if self._token is not None:
             self._token.close()
         self.weights.close()

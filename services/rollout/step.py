@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.events import WorkSpan, bodies
@@ -21,6 +23,7 @@ from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
 from common.worker.threads import in_thread
 from common.worker.weights import KV
 from services.rollout.decode_loop import DecodeLoop
+from services.rollout.engines.gate import NEW_TOKENS, gate_step, logprob_gate
 from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
 from services.rollout.recording import Recording
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from common.tensors.storage import Hold
     from common.worker.scope import StepScope
     from services.rollout.run import RolloutRun
+
+log = logging.getLogger(__name__)
 
 
 class RolloutStep:
@@ -153,6 +158,7 @@ class RolloutStep:
         """Decode all groups of the step; publishes the window and each finished group in order."""
         scope = self._scope
         self._hold = await scope.read(self._run.weights, scope.view.version)
+        await self._gate()
         admitting_ns = opened_ns = None
         sampled: list[FinishedGroup] = []
         async for turn in self._loop.turns():
@@ -179,6 +185,19 @@ class RolloutStep:
         )
         span = WorkSpan(task=Task.DECODE, start_ns=opened_ns or end_ns, end_ns=end_ns)
         await scope.publish(closed, span=span)
+
+    async def _gate(self) -> None:
+        """Hold the engine against the trainer's pass, once a run. Raises LogprobGateFailed."""
+        run, bound = self._run, self._run.context.recipe.rollout.logprob_bound
+        if run.gate_passed or bound is None:
+            return
+        params = replace(self._spec().params, stop_token_ids=(), max_new_tokens=NEW_TOKENS)
+        spec = gate_step(self._spec(), params)
+        found = await self._scope.run(
+            Task.DECODE, lambda: logprob_gate(run.engine, run.model, spec, bound=bound)
+        )
+        log.info("engine agrees with the trainer", extra={"differences": found.value})
+        run.gate_passed = True
 
     async def _publish(self, finished: FinishedGroup, start_ns: int, end_ns: int) -> None:
         scope, group = self._scope, finished.group

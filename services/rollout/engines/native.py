@@ -45,6 +45,9 @@ class NativeEngine:
         self._stepping: Stepping | None = None
         self._iterations = 0
 
+    trouble = ""
+    """See `Engine.trouble`: it has no processes of its own."""
+
     @property
     def capacity(self) -> int:
         """See `Engine.capacity`."""
@@ -66,6 +69,9 @@ class NativeEngine:
     def finished(self) -> bool:
         """See `Engine.finished`."""
         return not self._decoding and self._order.next_group is None
+
+    def prepare(self) -> None:
+        """See `Engine.prepare`."""
 
     def begin_step(self, spec: StepSpec) -> None:
         """See `Engine.begin_step`.
@@ -159,6 +165,10 @@ class NativeEngine:
         if self._stepping is not None:
             self._stepping.close()
             self._stepping = None
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self.abort()
 
     @property
     def _step(self) -> StepSpec:

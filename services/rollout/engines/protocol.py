@@ -14,8 +14,8 @@ admitted before the batch decodes on, however long it takes to become ready. The
             publish(engine.run_iteration().finished)
     engine.release()
 
-Each call is one bounded piece of work, so that `abort` can come in between. An engine is owned and
-called by one thread.
+Each call in the loop is one bounded piece of work, so that `abort` can come in between. An engine
+is called by one thread at a time: `prepare` and `close` come while nothing else runs.
 
 Shapes: G responses of a group, T tokens of all of them, packed one response after the other.
 """
@@ -114,7 +114,7 @@ class Iteration:
     number: int
     """From 1 in each step."""
     rows: int
-    """Tokens that it gave: one for every sequence that was decoding."""
+    """Tokens that it gave: one for every sequence that was decoding; 0: it was none."""
     finished: tuple[FinishedGroup, ...]
     """Groups that it completed, in the order of the step."""
 
@@ -135,8 +135,15 @@ class Engine(Protocol):
         """Device bytes that the engine's K/V occupy at the moment."""
 
     @property
+    def trouble(self) -> str:
+        """What keeps the engine from decoding, for the health check; empty: nothing. Any thread."""
+
+    @property
     def finished(self) -> bool:
         """Whether every group of the step is complete or dropped, or there is no step."""
+
+    def prepare(self) -> None:
+        """Make sure that a step can begin, also after a failed one. May take long. Idempotent."""
 
     def begin_step(self, spec: StepSpec) -> None:
         """Start a step. The previous one must have been finished or aborted."""
@@ -165,10 +172,13 @@ class Engine(Protocol):
         """Whether the batch may not decode on until the next group is added or dropped."""
 
     def run_iteration(self) -> Iteration:
-        """Give every decoding sequence one more token."""
+        """Give every decoding sequence one more token, or report that none was given yet."""
 
     def abort(self) -> None:
         """Drop the step and all its groups. Idempotent."""
 
     def release(self) -> None:
         """Give all K/V memory back to the device. Only between steps. Idempotent."""
+
+    def close(self) -> None:
+        """Give up everything, processes included. Idempotent."""

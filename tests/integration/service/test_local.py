@@ -143,6 +143,7 @@ def test_everything_wrong_is_reported_before_anything_starts(node, folder):
             f"services.rollout.http_port={port}",
             "arena_gib=1e6",
             f"redis.url=unix://{folder}/none.sock",
+            f"engine_python={folder}/no/python",
         )
         with pytest.raises(PrecheckFailed) as caught:
             up(deployment, package="tests.integration.service.absent")
@@ -152,6 +153,7 @@ def test_everything_wrong_is_reported_before_anything_starts(node, folder):
     assert f"held by pid {os.getpid()}" in text
     assert "arena_gib = 1e+06" in text
     assert "none.sock" in text
+    assert "/no/python' is no program" in text
     assert "absent.learner.__main__, cannot be found" in text
     assert Supervisor(deployment).pid() is None
     assert not (deployment.state_dir / "supervisord.conf").exists()

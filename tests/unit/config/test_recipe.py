@@ -39,6 +39,19 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
         ({"training": {"prefix_graphs": "some"}}, "'auto' or 'all'"),
         ({"rollout": {"max_slots": 3}}, "cannot hold one group"),
         ({"training": {"share_prefix": False}}, 'schedule = "serial" only'),
+        ({"rollout": {"sglang": {}}}, "a table sglang with engine = 'native'"),
+        (
+            {"rollout": {"engine": "sglang"}, "training": {"schedule": "fused"}},
+            "training.schedule = 'fused' with rollout.engine",
+        ),
+        (
+            {"rollout": {"engine": "sglang"}, "training": {"replay_from": "runs/old"}},
+            "training.replay_from = 'runs/old' with rollout.engine",
+        ),
+        (
+            {"rollout": {"engine": "sglang"}, "model": {"dtype": "float64"}},
+            "model.dtype = 'float64' with rollout.engine",
+        ),
         (
             {
                 "training": {"share_prefix": False, "schedule": "serial"},
@@ -51,3 +64,10 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
 def test_values_that_contradict_each_other_are_refused(tables, words):
     with pytest.raises(ConfigError, match=words):
         _recipe(**tables)
+
+
+def test_the_bound_is_that_of_an_engine_with_its_own_passes():
+    assert _recipe().rollout.logprob_bound is None
+    assert _recipe(rollout={"engine": "sglang"}).rollout.logprob_bound == 0.1
+    table = {"engine": "sglang", "sglang": {"logprob_bound": 0.02}}
+    assert _recipe(rollout=table).rollout.logprob_bound == 0.02

@@ -46,3 +46,13 @@ def test_dropping_groups_is_refused_by_name(model):
 def test_a_degree_that_does_not_divide_the_model_is_refused(model):
     with pytest.raises(DegreeInvalid, match="tensor-parallel degree = 7"):
         check_ranks(rewarded(model, "stop"), node(7))
+
+
+def test_sglang_has_one_rank(model):
+    table = {"samples_per_group": 2, "max_new_tokens": 4, "max_slots": 8, "engine": "sglang"}
+    functions = [{"function": "rollplex.verify.task:checksum_reward"}]
+    reward = {"functions": functions, "on_error": "stop"}
+    wanted = recipe(model, reward=reward, rollout=table)
+    check_ranks(wanted, node(1))
+    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang"'):
+        check_ranks(wanted, node(2))

@@ -168,3 +168,12 @@ def test_without_a_parent_there_is_nothing_to_watch():
     assert multiprocessing.parent_process() is None
     die_with_parent()
     assert psutil.pid_exists(os.getpid())
+
+
+async def test_trouble_of_a_serving_process_is_no_health(context):
+    for state in (Lifecycle.STARTING, Lifecycle.SERVING):
+        context.lifecycle.move(state, "a test")
+    context.set_trouble("its engine has ended")
+    assert context.health() == Verdict(healthy=False, reason="its engine has ended")
+    context.set_trouble("")
+    assert context.health() == Verdict(healthy=True, reason="serving")

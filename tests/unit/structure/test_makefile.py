@@ -24,6 +24,7 @@ TARGETS = [
     "test",
     "test-gpu",
     "test-nightly",
+    "test-sglang",
     "bench",
     "up",
     "status",

@@ -99,6 +99,7 @@ class ScriptedRun:
     """A `RunWork`."""
 
     keeps_cache = False
+    trouble = ""
     lanes = (Lane(name="data", tasks=(Task.PREPARE, Task.AHEAD_PREPARE), width=2),)
 
     def __init__(self, script: Script) -> None:

@@ -1,0 +1,112 @@
+"""The engine that a recipe names, for one run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config.recipe import EngineName
+from common.config.sglang import SglangConfig
+from common.tensors.views import tensor_view
+from common.vlm.loading import head_dim, text_config
+from common.worker.weights import FLAT, POLICY_WEIGHTS
+from services.rollout.engines.native import NativeEngine
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.messages import EngineSettings
+from services.rollout.engines.sglang.weights import OfferedWeights
+
+if TYPE_CHECKING:
+    from common.config.recipe import Recipe
+    from common.tensors.storage import Storage
+    from common.vlm.model import SplitModel
+    from common.worker.context import RunContext
+    from common.worker.sm_token import SmToken
+    from common.worker.weights import ModelShape
+    from services.rollout.engines.protocol import Engine
+
+RESERVATION = "rollout.sglang"
+"""What the ledger calls SGLang's places for keys and values, and weights of its own."""
+_SPARE_TOKENS = 16
+"""That SGLang keeps free of each sequence, and more."""
+
+
+async def make_engine(
+    context: RunContext,
+    *,
+    shape: ModelShape,
+    weights: Storage,
+    model: SplitModel,
+    token: SmToken | None,
+) -> Engine:
+    """The recipe's engine, not yet prepared; memory that it will keep is reserved.
+
+    Args:
+        weights: the policy's storage.
+        model: bound to it.
+    Raises: ArenaFull if there is no room for what SGLang will keep; LeaseMisuse if the policy's
+        memory cannot be mapped by its processes.
+    """
+    recipe = context.recipe
+    if recipe.rollout.engine is EngineName.NATIVE:
+        return NativeEngine(
+            model,
+            max_slots=recipe.rollout.max_slots,
+            beside=None if token is None else lambda: token.share > 0,
+        )
+    config = recipe.rollout.sglang or SglangConfig()
+    text = text_config(shape.config)
+    settings = _settings(context, config)
+    token_bytes = 2 * text.num_key_value_heads * head_dim(shape.config) * context.dtype.itemsize
+    kv_bytes = settings.kv_tokens * text.num_hidden_layers * token_bytes
+    shared = None
+    own_bytes = kv_bytes
+    if config.weights == "copy":
+        own_bytes += shape.layout.total_elements * context.dtype.itemsize
+    await context.broker.reserve(context.run_id, RESERVATION, own_bytes)
+    if config.weights == "alias":
+        shared = await context.broker.share_storage(context.run_id, POLICY_WEIGHTS)
+    return SglangEngine(
+        context.engine_python or Path(sys.executable),
+        config,
+        settings,
+        OfferedWeights(
+            layout=shape.layout,
+            flat=tensor_view(weights, FLAT),
+            tensor=FLAT,
+            shared=shared,
+            bucket_bytes=config.bucket_mib << 20,
+        ),
+        folder=context.run_dir,
+        kv_bytes=kv_bytes,
+    )
+
+
+def _settings(context: RunContext, config: SglangConfig) -> EngineSettings:
+    recipe = context.recipe
+    return EngineSettings(
+        model_path=str(recipe.model.path),
+        device=context.device.type,
+        gpu=context.device.index or 0,
+        dtype=recipe.model.dtype,
+        seed=recipe.seed,
+        max_requests=recipe.rollout.max_slots,
+        context_tokens=_context_tokens(recipe),
+        kv_tokens=config.kv_tokens or _kv_tokens(recipe),
+        memory_fraction=config.memory_fraction,
+        deterministic=config.deterministic,
+        arguments=config.arguments,
+    )
+
+
+def _context_tokens(recipe: Recipe) -> int:
+    """Of the longest prompt and response, and what SGLang keeps free itself."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens + _SPARE_TOKENS
+
+
+def _kv_tokens(recipe: Recipe) -> int:
+    """For `max_slots` full responses, and the longest prompt once a group of them."""
+    rollout = recipe.rollout
+    groups = rollout.max_slots // rollout.samples_per_group
+    responses = rollout.max_slots * (rollout.max_new_tokens + _SPARE_TOKENS)
+    return responses + groups * recipe.data.max_prompt_tokens

@@ -1,0 +1,1 @@
+"""SGLang as the rollout's engine: what runs in the rollout service."""

@@ -1,0 +1,63 @@
+"""From the project's settings to SGLang's: arguments of its engine and its environment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from services.rollout.engines.sglang.host.weights import ADDRESS, REFRESH_LOADER
+
+if TYPE_CHECKING:
+    from services.rollout.engines.sglang.messages import EngineSettings
+
+_PACKAGE = "services.rollout.engines.sglang"
+
+_ON_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+}
+"""SGLang does not support CPUs like this; it is for tests and rehearsals."""
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Keywords of `sglang.srt.entrypoints.engine.Engine`."""
+    return {
+        "model_path": settings.model_path,
+        "dtype": settings.dtype,
+        "random_seed": settings.seed % 2**31,
+        "max_running_requests": settings.max_requests,
+        "context_length": settings.context_tokens,
+        "max_total_tokens": settings.kv_tokens,
+        "mem_fraction_static": settings.memory_fraction,
+        "enable_deterministic_inference": settings.deterministic,
+        "custom_weight_loader": [REFRESH_LOADER],
+        "base_gpu_id": settings.gpu,
+        # token ids in, token ids out, one report a decode step
+        "skip_tokenizer_init": True,
+        "incremental_streaming_output": True,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        **(_ON_CPU if settings.device == "cpu" else {}),
+        **settings.arguments,
+    }
+
+
+def engine_environment(settings: EngineSettings, weights_address: str) -> dict[str, str]:
+    """Variables for the host and its children, to be set before SGLang is imported."""
+    return {
+        ADDRESS: weights_address,
+        # A prompt may be longer than what the configuration was trained with, as in training.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Embeddings of pictures are not kept: they would be those of older weights.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": f"{_PACKAGE}.models",
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": f"{_PACKAGE}.processors",
+        # The logarithm of what is sampled from: over the temperature, without suppressed tokens.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        **({"SGLANG_USE_CPU_ENGINE": "1"} if settings.device == "cpu" else {}),
+    }

@@ -1,0 +1,143 @@
+"""Requests to the engine: the responses of a group on one prefix in its cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from services.rollout.engines.sglang.messages import (
+    BROKE,
+    PROGRESS,
+    GroupSampling,
+    SampledResponse,
+)
+from services.rollout.engines.sglang.wire import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ABORT_AGAIN_S = 0.2
+"""A request that was on its way to the scheduler has not heard of an abort."""
+_ABORTED = "abort"
+
+
+class Sampler:
+    """The groups that decode.
+
+    Args:
+        engine: SGLang's, in whose event loop everything runs.
+        report: takes frames for the service.
+    """
+
+    def __init__(self, engine: Any, report: Callable[[Frame], None]) -> None:
+        self._engine = engine
+        self._report = report
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[str, int] = {}
+        self._unwanted: set[int] = set()
+        self._number = 0
+        self._tokens = 0
+
+    def start(self, group: GroupSampling) -> None:
+        """Begin to sample a group."""
+        task = asyncio.get_running_loop().create_task(self._guarded(group))
+        self._groups[group.group] = task
+        task.add_done_callback(lambda _: self._groups.pop(group.group, None))
+
+    def drop(self, group: int) -> None:
+        """End a group's requests, and report nothing of it any more."""
+        if group in self._groups:
+            self._unwanted.add(group)
+            for request, owner in self._requests.items():
+                if owner == group:
+                    self._engine.tokenizer_manager.abort_request(request)
+
+    async def abort(self) -> None:
+        """End all requests; nothing of them is reported afterwards."""
+        self._unwanted.update(self._groups)
+        while tasks := list(self._groups.values()):
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
+        self._unwanted.clear()
+        self._tokens = 0
+
+    async def _guarded(self, group: GroupSampling) -> None:
+        try:
+            await self._sample(group)
+        except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the group's failure
+            if group.group not in self._unwanted:
+                cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+                body = {"group": group.group, "message": f"{type(cause).__name__}: {cause}"}
+                self._report(Frame(kind=BROKE, body=body))
+
+    async def _sample(self, group: GroupSampling) -> None:
+        inputs: dict[str, Any] = {"input_ids": group.token_ids.tolist()}
+        if len(group.vision):
+            inputs["image_data"] = [group]
+        if len(group.limits) > 1:
+            # the prompt's keys and values are in the cache when this is back
+            sampling = {"max_new_tokens": 0, "temperature": 0.0}
+            async for _ in self._stream(group.group, inputs, sampling):
+                pass
+        async with asyncio.TaskGroup() as tasks:
+            for sample in range(len(group.limits)):
+                if group.group not in self._unwanted:
+                    tasks.create_task(self._respond(group, sample, inputs))
+
+    async def _respond(self, group: GroupSampling, sample: int, inputs: dict[str, Any]) -> None:
+        sampling = {
+            **group.sampling,
+            "max_new_tokens": group.limits[sample],
+            "sampling_seed": group.seeds[sample],
+        }
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        meta: dict[str, Any] = {}
+        async for chunk in self._stream(group.group, inputs, sampling, return_logprob=True):
+            meta = chunk["meta_info"]
+            tokens += chunk["output_ids"]
+            logprobs += [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+            self._count(len(chunk["output_ids"]))
+        if (meta["finish_reason"] or {}).get("type") == _ABORTED or group.group in self._unwanted:
+            if group.group in self._unwanted:
+                return
+            raise RuntimeError(f"SGLang ended response {sample}: {meta['finish_reason']}")
+        versions = {span["version"] for span in meta.get("weight_versions", [])}
+        response = SampledResponse(
+            group=group.group,
+            sample=sample,
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            logprobs=torch.tensor(logprobs, dtype=torch.float32),
+            versions=tuple(sorted(versions)),
+            cached_tokens=meta["cached_tokens"],
+        )
+        self._flush()
+        self._report(response.frame())
+
+    async def _stream(
+        self, group: int, inputs: dict[str, Any], sampling: dict[str, Any], **further: Any
+    ) -> Any:
+        self._number += 1
+        request = f"{group}-{self._number}"
+        self._requests[request] = group
+        try:
+            stream = await self._engine.async_generate(
+                **inputs, sampling_params=sampling, rid=request, stream=True, **further
+            )
+            async for chunk in stream:
+                yield chunk
+        finally:
+            self._requests.pop(request, None)
+
+    def _count(self, tokens: int) -> None:
+        """Report the tokens of a decode step once, when all of its chunks have been taken."""
+        if tokens and not self._tokens:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._tokens += tokens
+
+    def _flush(self) -> None:
+        tokens, self._tokens = self._tokens, 0
+        if tokens:
+            self._report(Frame(kind=PROGRESS, body={"tokens": tokens}))

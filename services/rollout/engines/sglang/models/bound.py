@@ -1,0 +1,36 @@
+"""Qwen2.5-VL of SGLang, with its weights read in place from memory of the broker.
+
+The engine reads its model from a folder with one placeholder tensor: that is the moment, before it
+captures graphs, at which parameters become views.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.models import qwen2_5_vl
+
+from services.rollout.engines.sglang.host.weights import attach
+from services.rollout.engines.sglang.messages import PLACEHOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+
+class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - the name by which SGLang finds it
+    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
+):
+    """See the module's text."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Attach to the policy's weights, or load a bucket of them."""
+        tensors = dict(weights)
+        if set(tensors) == {PLACEHOLDER}:
+            attach(self)
+        else:
+            super().load_weights(tensors.items())
+
+
+EntryClass = [Qwen2_5_VLForConditionalGeneration]

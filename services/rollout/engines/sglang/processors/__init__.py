@@ -1,0 +1,1 @@
+"""What SGLang imports to take prompts; it looks through all modules of this package."""

@@ -1,0 +1,74 @@
+"""SGLang on weights that change: read in place, or copied in buckets."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.vlm.tiny import tiny_prompt
+from services.rollout.engines.errors import EngineRefused
+from services.rollout.engines.gate import NEW_TOKENS, gate_step, logprob_gate
+from tests.sglang.policy import Policy, renamed, run_step
+
+pytestmark = pytest.mark.sglang
+
+BOUND = 2e-5
+
+
+def difference(policy: Policy, engine, prompt) -> float:
+    spec = policy.spec()
+    (finished,) = run_step(engine, spec, [policy.request(0, prompt)])
+    return float((finished.logprobs - policy.logprobs(prompt, finished, spec)).abs().max())
+
+
+def test_an_image_seen_before_is_that_of_the_new_weights(aliased):
+    prompt = tiny_prompt(aliased.policy.config, seed=8, images=[(1, 4, 4)])
+    for seed in (1, 2, 0):
+        aliased.policy.update(seed=seed)
+        assert difference(aliased.policy, aliased.engine, prompt) < BOUND
+        assert difference(aliased.policy, aliased.engine, prompt) < BOUND
+
+
+def test_nearly_all_is_read_in_place(aliased):
+    engine, layout = aliased.engine, aliased.policy.layout
+    assert engine.aliased_bytes + engine.copied_bytes == 4 * sum(e.numel for e in layout.entries)
+    # joined gate and up of a frozen tower, whose biases lie between them
+    assert engine.copied_bytes == sum(
+        4 * entry.numel
+        for entry in layout.entries
+        if "visual.blocks" in entry.name and ("gate_proj" in entry.name or "up_proj" in entry.name)
+    )
+
+
+def test_the_gate_passes(aliased):
+    step = aliased.policy.spec(max_new_tokens=NEW_TOKENS, temperature=0.9)
+    found = logprob_gate(
+        aliased.engine, aliased.policy.model, gate_step(step, step.params), bound=BOUND
+    )
+    assert found.keys() == {"text", "image", "video"}
+
+
+def test_buckets(folder, engine_python, tmp_path):
+    with Policy.of(folder) as policy:
+        engine = policy.engine(engine_python, tmp_path, weights="copy")
+        prompt = tiny_prompt(policy.config, seed=9, images=[(1, 4, 4)])
+        try:
+            engine.prepare()
+            assert engine.aliased_bytes == 0
+            for seed in (4, 5):
+                policy.update(seed=seed)
+                assert difference(policy, engine, prompt) < BOUND
+        finally:
+            engine.close()
+
+
+def test_a_weight_that_nobody_takes_is_named(folder, engine_python, tmp_path):
+    with Policy.of(folder) as policy:
+        old = "model.language_model.norm.weight"
+        layout = renamed(policy.layout, old, "model.language_model.other.weight")
+        engine = policy.engine(engine_python, tmp_path, layout=layout)
+        try:
+            with pytest.raises(EngineRefused, match=r"MissingWeight.*language_model\.norm\.weight"):
+                engine.prepare()
+            assert not engine.running
+        finally:
+            engine.close()
