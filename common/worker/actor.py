@@ -43,7 +43,7 @@ from common.worker.messages import (
     SaveCheckpoint,
     ShutDown,
 )
-from common.worker.ranks import PARTED_AFTER_S, RanksParted
+from common.worker.ranks import LOOK_EVERY_S, PARTED_AFTER_S, RanksParted
 from common.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
@@ -317,10 +317,18 @@ class WorkerActor(Actor[Message]):
         return None
 
     async def _settled(self) -> None:
-        """Wait until nothing of an ended epoch runs; of several ranks, for so long only."""
+        """Wait until nothing of an ended epoch runs, nor beside it.
+
+        Of several ranks, for so long only. A checkpoint may take long, but ends on all ranks at the
+        same time: none of them has come to be configured before.
+        """
         if self._ranks == 1:
             await self._epochs.settled()
             return
+        while not self._epochs.idle_beside:
+            if self._others_have_come():
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
         try:
             async with asyncio.timeout(PARTED_AFTER_S):
                 await self._epochs.settled()
@@ -328,12 +336,16 @@ class WorkerActor(Actor[Message]):
             self._parted.set()
             raise
 
+    def _others_have_come(self) -> bool:
+        ask = self._configuring
+        return ask is not None and self._holder.others_have_come(ask)
+
     async def parted(self) -> None:
         """Until cancelled. Raises RanksParted once a job waits for ranks that will not come."""
         await self._parted.wait()
         raise RanksParted(
             f"{self.participant}: a job went on for {PARTED_AFTER_S:g} s after its epoch had "
-            "ended; it waits for ranks that have left it"
+            "ended, or after another rank had given it up; it waits for ranks that have left it"
         )
 
     def _changed(self, ended: TaskEnded) -> None:

@@ -87,6 +87,11 @@ class EpochWork:
         """Whether no task is left, of the current epoch or of older ones."""
         return not self._jobs
 
+    @property
+    def idle_beside(self) -> bool:
+        """Whether no work that belongs to no epoch is left."""
+        return all(job.scope is not None for job in self._jobs.values())
+
     def begin(
         self,
         view: StepView,

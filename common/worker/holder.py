@@ -13,7 +13,7 @@ from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
 from common.worker.own_memory import OwnMemory
-from common.worker.ranks import TensorRanks, present
+from common.worker.ranks import TensorRanks, others_present, present
 from common.worker.threads import in_thread
 
 if TYPE_CHECKING:
@@ -108,9 +108,17 @@ class RunHolder:
             self.governor = await _governor(self.context, self._deployment.governor_table)
         return await self._factory(self.context)
 
+    def others_have_come(self, ask: Configure) -> bool:
+        """Whether another rank waits in `configure` for this one: it has no job left."""
+        rank = self._participant.rank
+        return others_present(self._rendezvous(ask), rank=rank, degree=self._ranks)
+
+    def _rendezvous(self, ask: Configure) -> Path:
+        service = self._participant.service
+        return self._deployment.socket_dir / f"{service}-{ask.run_id}-{ask.epoch}.ranks"
+
     async def _join(self, ask: Configure) -> TensorRanks:
-        service, rank = self._participant.service, self._participant.rank
-        rendezvous = self._deployment.socket_dir / f"{service}-{ask.run_id}-{ask.epoch}.ranks"
+        rank, rendezvous = self._participant.rank, self._rendezvous(ask)
         async with present(rendezvous, rank=rank, degree=self._ranks):
             return await in_thread(
                 lambda: TensorRanks.join(
@@ -118,7 +126,8 @@ class RunHolder:
                     rank=rank,
                     degree=self._ranks,
                     collective_timeout_s=ask.recipe.training.step_deadline_s,
-                )
+                ),
+                unwanted=TensorRanks.leave,
             )
 
     async def _give_up_run(self) -> None:

@@ -1,8 +1,9 @@
 """The tensor-parallel ranks of one service, as one of its processes sees them.
 
 Invariants:
-- All ranks issue the same collectives in the same order: those of `mesh` in the compute thread, or
-  between two epochs; those of the methods here while a run is configured.
+- All ranks issue the same collectives in the same order. Those of `mesh`, with `meet` and `agree`,
+  come from the compute thread, or from a checkpoint, which there is between two epochs only.
+  `all_true` and `all_equal` have a communicator of their own and come while a run is configured.
 - A configuration joins anew, whatever became of the ranks before it. A rank that waits in a
   collective for one that has ended an epoch does not come back, and ends its process.
 """
@@ -32,10 +33,11 @@ PRESENT_TIMEOUT_S = 30.0
 """Longest wait for the other ranks to be configured too."""
 AGREE_TIMEOUT_S = 120.0
 """Longest wait for the other ranks once all have come, such as for a checkpoint to be read."""
-_LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.05
+"""Between two looks at which ranks have come."""
 PARTED_AFTER_S = 5.0
-"""Longest time that a job goes on after its epoch has ended, before it counts as a job that waits
-for ranks that have left it."""
+"""Longest time that a job goes on after its epoch has ended, or a checkpoint after another rank has
+come to be configured, before it counts as a job that waits for ranks that have left it."""
 
 
 class RanksParted(ProcessUnusable):
@@ -54,17 +56,26 @@ async def present(rendezvous: Path, *, rank: int, degree: int) -> AsyncIterator[
         have come. Each has a file of its own meanwhile, beside that one.
     Raises: RanksAbsent.
     """
-    marks = [rendezvous.with_name(f"{rendezvous.name}.{one}") for one in range(degree)]
+    marks = _marks(rendezvous, degree)
     marks[rank].touch()
     try:
         give_up_s = time.monotonic() + PRESENT_TIMEOUT_S
         while absent := [one for one, mark in enumerate(marks) if not mark.exists()]:
             if time.monotonic() > give_up_s:
                 raise RanksAbsent(f"{rendezvous.name}: ranks {absent} have not come")
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
         yield
     finally:
         marks[rank].unlink(missing_ok=True)
+
+
+def others_present(rendezvous: Path, *, rank: int, degree: int) -> bool:
+    """Whether a rank other than this one is inside `present`."""
+    return any(mark.exists() for one, mark in enumerate(_marks(rendezvous, degree)) if one != rank)
+
+
+def _marks(rendezvous: Path, degree: int) -> list[Path]:
+    return [rendezvous.with_name(f"{rendezvous.name}.{one}") for one in range(degree)]
 
 
 class TensorRanks:
@@ -113,16 +124,20 @@ class TensorRanks:
         return cls(mesh)
 
     def all_true(self, value: bool) -> bool:
-        """Whether it is true on every rank; blocks until all have asked."""
-        return self._extremes(int(value))[0] == 1
+        """Whether it is true on every rank; blocks until all have asked, as they are configured."""
+        return _extremes(int(value), None)[0] == 1
 
     def all_equal(self, number: int) -> bool:
-        """Whether every rank has this number; blocks until all have asked."""
-        lowest, highest = self._extremes(number)
+        """Whether all ranks have this number; otherwise as `all_true`."""
+        lowest, highest = _extremes(number, None)
         return lowest == highest
 
+    def agree(self, value: bool) -> bool:
+        """Whether it is true on every rank; blocks until all have asked, among those of `mesh`."""
+        return _extremes(int(value), self.mesh.get_group())[0] == 1
+
     def meet(self) -> None:
-        """Block until all ranks have come here; in the compute thread."""
+        """Block until all ranks have come here, among the collectives of `mesh`."""
         dist.barrier(group=self.mesh.get_group())
 
     def leave(self) -> None:
@@ -130,9 +145,10 @@ class TensorRanks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _extremes(self, number: int) -> tuple[int, int]:
-        """The lowest and the highest of all ranks' numbers."""
-        pair = torch.tensor([number, -number], dtype=torch.int64)
-        dist.all_reduce(pair, op=dist.ReduceOp.MIN)
-        lowest, highest = pair.tolist()
-        return lowest, -highest
+
+def _extremes(number: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The lowest and the highest of all ranks' numbers. None: the group of the configuration."""
+    pair = torch.tensor([number, -number], dtype=torch.int64)
+    dist.all_reduce(pair, op=dist.ReduceOp.MIN, group=group)
+    lowest, highest = pair.tolist()
+    return lowest, -highest

@@ -1,7 +1,8 @@
 """Whether the reference's weights leave their device while nothing reads them.
 
 That costs a copy back each step, beside the decode or the vision tower. It is worth that where the
-room that it makes is missing, and nowhere else.
+room that it makes is missing, and nowhere else. Ranks of a node have one budget: all come to the
+same, from what all of them take.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def reference_residency(context: RunContext, reference: WeightLayout) -> Residen
 
 
 def spilled_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
-    """Of reference weights that are spillable: what leaves the device when nothing reads them.
+    """What leaves the device of one rank's spillable reference weights when nothing reads them.
 
     Returns: 0 where the host has no room for the copy beside the optimizer's.
     """
@@ -50,7 +51,7 @@ def budget_is_short(
     capacity_bytes: int,
     copies_bytes: int,
 ) -> bool:
-    """Whether the device lacks room that spilled reference weights would make.
+    """Whether the device lacks room that spilled reference weights of all ranks would make.
 
     While the run trains and updates, all its other storages are on the device, of the optimizer's
     state the parts in flight where it is spilled, beside what a step allocates:
@@ -59,12 +60,13 @@ def budget_is_short(
     copy, beside the optimizer's, which leaves for longer.
 
     Args:
+        policy, reference: of one rank.
         capacity_bytes: what the broker may hand out of the device.
         copies_bytes: what it may take of the host for spilled contents.
     """
     parts = optimizer_sizes(context, policy)
     optimizer = in_flight_bytes(parts) if context.spills_optimizer else sum(parts)
-    storages = (
+    storages = context.degree * (
         (policy.total_elements + reference.total_elements) * context.dtype.itemsize
         + policy.trainable_elements * context.accumulator_dtype.itemsize
         + optimizer
@@ -75,6 +77,6 @@ def budget_is_short(
 
 
 def _copies_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
-    """Of everything that a run with spilled reference weights spills."""
+    """Of everything that a run with spilled reference weights spills, on all ranks."""
     optimizer = sum(optimizer_sizes(context, policy)) if context.spills_optimizer else 0
-    return reference.total_elements * context.dtype.itemsize + optimizer
+    return context.degree * (reference.total_elements * context.dtype.itemsize + optimizer)

@@ -59,11 +59,31 @@ class WorkerService:
     async def run(self) -> None:
         """Handle messages until cancelled.
 
-        Raises: DeviceLost when the GPU is lost, RanksParted when other ranks are.
+        Raises: a group with DeviceLost when the GPU is lost, with RanksParted when other ranks are;
+            at once, while the actor still waits for what cannot end any more.
         """
+        work = asyncio.create_task(self._work(), name="work")
+        unusable = asyncio.create_task(self._unusable(), name="unusable")
+        try:
+            await asyncio.wait({work, unusable}, return_when=asyncio.FIRST_COMPLETED)
+            if unusable.done():
+                await unusable
+        except asyncio.CancelledError:
+            work.cancel()
+            await asyncio.wait({work})
+            raise
+        finally:
+            unusable.cancel()
+        await asyncio.wait({unusable})
+        await work
+
+    async def _work(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.actor.run(), name="actor")
             group.create_task(self._report_phase(), name="phase")
+
+    async def _unusable(self) -> None:
+        async with asyncio.TaskGroup() as group:
             group.create_task(self._device.watch(), name="device")
             group.create_task(self.actor.parted(), name="ranks")
 

@@ -20,6 +20,7 @@ from services.controller.feed import RunFeed
 from services.controller.fleet import PeerFailed
 from services.controller.lane import LedgerLane
 from services.controller.phase import Phase
+from services.controller.ranks import check_ranks
 from services.controller.record import RunState
 from services.controller.settings import read_recipe, run_settings
 from services.controller.state import RunMachine
@@ -28,6 +29,7 @@ from services.controller.work import Executor, Writer, now_unix_ms
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from common.config.deployment import Deployment
     from common.ids import RunId
     from services.controller.broker import BrokerPort, Opened
     from services.controller.config import ControllerConfig
@@ -101,11 +103,18 @@ class ControllerActor(Actor[Message]):
     """All runs of one cluster; one of them is active."""
 
     def __init__(
-        self, *, store: Store, fleet: Fleet, broker: BrokerPort, config: ControllerConfig
+        self,
+        *,
+        deployment: Deployment,
+        store: Store,
+        fleet: Fleet,
+        broker: BrokerPort,
+        config: ControllerConfig,
     ) -> None:
         super().__init__("controller", mailbox_capacity=_MAILBOX_CAPACITY)
         self.feeds: dict[RunId, RunFeed] = {}
         self.phases: list[PhaseSeen] = []
+        self._deployment = deployment
         self._store = store
         self._fleet = fleet
         self._broker = broker
@@ -220,7 +229,18 @@ class ControllerActor(Actor[Message]):
             # Written by another version of this program.
             self._give_up(record, f"the recipe cannot be read any more: {error}")
             return
-        settings = run_settings(recipe, train_rows=record.train_rows, eval_rows=record.eval_rows)
+        try:
+            check_ranks(recipe, self._deployment)
+        except RollplexError as error:
+            # Made for other ranks, or before its model was moved.
+            self._give_up(record, str(error))
+            return
+        settings = run_settings(
+            recipe,
+            train_rows=record.train_rows,
+            eval_rows=record.eval_rows,
+            ranks=self._deployment.train_tp,
+        )
         self._machines[record.run_id] = RunMachine(
             record, settings, self._config.failures, message.history
         )

@@ -63,8 +63,9 @@ class Admission:
         run_id = _new_run_id(recipe)
         run_folder = self._run_dir(run_id, run_dir)
         check_run_dir(run_folder)
-        check_room(recipe, await self._ledger(), device=self._deployment.device)
         check_ranks(recipe, self._deployment)
+        device, ranks = self._deployment.device, self._deployment.train_tp
+        check_room(recipe, await self._ledger(), device=device, ranks=ranks)
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:
             file = Path(folder) / "recipe.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -15,12 +15,14 @@ from protos.rollplex.v1 import broker_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.controller.verdict import code_of, is_fatal, is_retryable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from common.ids import Epoch, RunId
     from common.registry.client import Registry, ServiceEntry
     from services.controller.config import ControllerConfig
     from services.controller.record import RunRecord
+
+Reply = TypeVar("Reply")
 
 _HEALTH_DEADLINE_S = 1.0
 _FAILED_PEERS_GRACE_S = 1.0
@@ -135,33 +137,15 @@ class Fleet:
             run_dir=record.run_dir,
             resume_from=record.resume_from,
         )
-        tasks = {
-            asyncio.create_task(self._configure_one(participant, request)): participant
-            for participant in self.workers
-        }
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            # The others may know better why, and are about to say so.
-            await asyncio.wait(tasks, timeout=_FAILED_PEERS_GRACE_S)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        failures = [
-            error
-            for task in tasks
-            if not task.cancelled() and isinstance(error := task.exception(), PeerFailed)
-        ]
-        if failures:
-            fatal = [
-                f for f in failures if is_fatal(code_of(f.cause), retryable=is_retryable(f.cause))
-            ]
-            raise (fatal or failures)[0]
-        replies = {participant: task.result() for task, participant in tasks.items()}
-        return _configured(replies)
+        calls = {p: self._configure_one(p, request) for p in self.workers}
+        return _configured(await _every(calls))
 
     async def save_checkpoint(self, run_id: RunId, epoch: Epoch) -> worker_pb2.SaveCheckpointReply:
-        """Have the learner's ranks write a checkpoint of what they hold; rank 0's reply."""
+        """Have the learner's ranks write a checkpoint of what they hold; rank 0's reply.
+
+        Raises:
+            PeerFailed: as `configure`; a rank that waits for the failed one is left to itself then.
+        """
         request = worker_pb2.SaveCheckpointRequest(run_id=run_id, epoch=epoch)
         timeout = self._config.failures.checkpoint_deadline_s
 
@@ -176,8 +160,8 @@ class Fleet:
             return reply
 
         learners = [p for p in self.workers if p.service is Service.LEARNER]
-        replies = await asyncio.gather(*(one(learner) for learner in learners))
-        return replies[0]
+        replies = await _every({learner: one(learner) for learner in learners})
+        return replies[learners[0]]
 
     async def release(self, run_id: RunId) -> list[str]:
         """Have every worker give the run up. Returns: what could not be reached, in words."""
@@ -277,6 +261,34 @@ class Fleet:
         if entry.grpc_address not in self._channels:
             self._channels[entry.grpc_address] = open_channel(entry.grpc_address)
         return self._channels[entry.grpc_address]
+
+
+async def _every(
+    calls: Mapping[Participant, Coroutine[Any, Any, Reply]],
+) -> dict[Participant, Reply]:
+    """Call all at once; no call is left when it returns or raises.
+
+    Raises:
+        PeerFailed: the first error, or a fatal one where there is one.
+    """
+    tasks = {participant: asyncio.create_task(call) for participant, call in calls.items()}
+    try:
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        # The others may know better why, and are about to say so.
+        await asyncio.wait(tasks.values(), timeout=_FAILED_PEERS_GRACE_S)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    failures = [
+        error
+        for task in tasks.values()
+        if not task.cancelled() and isinstance(error := task.exception(), PeerFailed)
+    ]
+    if failures:
+        fatal = [f for f in failures if is_fatal(code_of(f.cause), retryable=is_retryable(f.cause))]
+        raise (fatal or failures)[0]
+    return {participant: task.result() for participant, task in tasks.items()}
 
 
 def _configured(replies: Mapping[Participant, worker_pb2.ConfigureReply]) -> Configured:

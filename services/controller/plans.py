@@ -15,7 +15,7 @@ SampleOrder = Callable[[StepIndex], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The part of a recipe that decides what the controller does next.
+    """The part of recipe and node that decides what the controller does next.
 
     Attributes:
         steps: number of updates.
@@ -27,6 +27,7 @@ class RunSettings:
         step_deadline_s: for one training step of `prompts_per_step` groups.
         replay_dir: recorded responses, fed to training steps instead of sampling; None: sample.
         ahead: whether plans name the groups of what comes next.
+        ranks: tensor-parallel ranks of each service that computes.
     """
 
     steps: int
@@ -42,6 +43,7 @@ class RunSettings:
     step_deadline_s: float
     replay_dir: str | None
     ahead: bool
+    ranks: int
     order: SampleOrder
 
     def eval_due(self, version: int, first_version: int) -> bool:

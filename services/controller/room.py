@@ -62,11 +62,14 @@ def count_elements(model_path: Path, *, key: str) -> Elements:
     return Elements(language=language, vision=vision)
 
 
-def needed_bytes(recipe: Recipe, *, device: str) -> dict[str, int]:
+def needed_bytes(recipe: Recipe, *, device: str, ranks: int) -> dict[str, int]:
     """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
+
+    Of several ranks they are those of all, but for what each has of tensors that are not split.
 
     Args:
         device: of the deployment, which the recipe may leave to decide what is spilled.
+        ranks: of the node, which share its arena.
     Raises:
         InvalidArgument: a model folder cannot be read.
     """
@@ -84,7 +87,7 @@ def needed_bytes(recipe: Recipe, *, device: str) -> dict[str, int]:
     state = master * (2 if compute == master else 3)
     needed = {
         "policy.weights": policy.total * compute,
-        "policy.optimizer": _optimizer_bytes(recipe, trainable, state, device=device),
+        "policy.optimizer": _optimizer_bytes(recipe, trainable, state, device=device, ranks=ranks),
         "policy.gradients": trainable * master,
     }
     if recipe.needs_reference:
@@ -92,18 +95,22 @@ def needed_bytes(recipe: Recipe, *, device: str) -> dict[str, int]:
     return needed
 
 
-def _optimizer_bytes(recipe: Recipe, trainable: int, element_bytes: int, *, device: str) -> int:
-    """All of the optimizer's state, or, where it is spilled, the parts in flight."""
+def _optimizer_bytes(
+    recipe: Recipe, trainable: int, element_bytes: int, *, device: str, ranks: int
+) -> int:
+    """All of the optimizer's state, or, where it is spilled, the parts in flight of every rank."""
     training = recipe.training
-    ranges = cuts(trainable, element_bytes=element_bytes, part_mib=training.optimizer_part_mib)
-    sizes = [element_bytes * (part.stop - part.start) for part in ranges]
-    return in_flight_bytes(sizes) if spills(training.spill_optimizer, device) else sum(sizes)
+    if not spills(training.spill_optimizer, device):
+        return element_bytes * trainable
+    of_rank = trainable // ranks
+    ranges = cuts(of_rank, element_bytes=element_bytes, part_mib=training.optimizer_part_mib)
+    return ranks * in_flight_bytes([element_bytes * (part.stop - part.start) for part in ranges])
 
 
-def check_room(recipe: Recipe, ledger: Ledger, *, device: str) -> None:
+def check_room(recipe: Recipe, ledger: Ledger, *, device: str, ranks: int) -> None:
     """Refuse a run whose run-scoped storages alone are larger than the arena.
 
-    Args: device: of the deployment.
+    Args: device, ranks: of the deployment.
 
     With random weights there are no headers to read; the broker itself refuses storages that do
     not fit.
@@ -114,7 +121,7 @@ def check_room(recipe: Recipe, ledger: Ledger, *, device: str) -> None:
     """
     if recipe.model.weights == "random":
         return
-    needed = needed_bytes(recipe, device=device)
+    needed = needed_bytes(recipe, device=device, ranks=ranks)
     total = sum(needed.values())
     if total <= ledger.capacity_bytes:
         return

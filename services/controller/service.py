@@ -36,7 +36,11 @@ class ControllerService:
         self._fleet = Fleet(self._registry, expected, config)
         broker = BrokerPort(self._fleet, call_deadline_s=deployment.deadlines.call_s)
         self._actor = ControllerActor(
-            store=self._store, fleet=self._fleet, broker=broker, config=config
+            deployment=deployment,
+            store=self._store,
+            fleet=self._fleet,
+            broker=broker,
+            config=config,
         )
         servicer = ControlServicer(
             self._actor, Admission(deployment, config, broker), self._store, self._fleet

@@ -33,8 +33,11 @@ def read_recipe(recipe_json: str) -> Recipe:
     return check(Recipe, tree, source="the request")
 
 
-def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int) -> RunSettings:
-    """Args: train_rows, eval_rows: length of the data sets; `eval_rows` 0: there is none."""
+def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int, ranks: int) -> RunSettings:
+    """Args:
+    train_rows, eval_rows: length of the data sets; `eval_rows` 0: there is none.
+    ranks: of the node.
+    """
     training = recipe.training
     return RunSettings(
         steps=training.steps,
@@ -50,6 +53,7 @@ def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int) -> RunSetti
         step_deadline_s=training.step_deadline_s,
         replay_dir=_replay_dir(training.replay_from),
         ahead=training.ahead,
+        ranks=ranks,
         order=partial(_order, recipe.seed, training.prompts_per_step, train_rows),
     )
 

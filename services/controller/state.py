@@ -288,7 +288,11 @@ class RunMachine:
         cause = f"{message.what}: {message.message}"
         if self.phase is Phase.CHECKPOINTING and not message.retryable and self._requests:
             self._answer(error=cause)
-            self._advance()
+            if self.settings.ranks == 1:
+                self._advance()
+            else:
+                self._note(f"the ranks are configured anew: {cause}")
+                self._gather()
         elif is_fatal(message.code, retryable=message.retryable):
             self._end(RunState.FAILED, cause)
         else:

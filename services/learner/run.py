@@ -101,7 +101,8 @@ class LearnerRun:
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """Write the version held as a checkpoint and make it a durable copy.
 
-        Spilled optimizer state comes back for it, part by part.
+        Spilled optimizer state comes back for it, part by part. Of several ranks, none is done
+        before all are.
         """
         version = self._version
         assert version is not None, "prepare comes before save_checkpoint"
@@ -118,6 +119,8 @@ class LearnerRun:
                 kind="checkpoint", version=version, location=str(path), epoch=epoch
             )
             await self.context.ledger.commit_durable(self.context.run_id, record)
+        if self.context.tensor is not None:
+            await in_thread(self.context.tensor.meet)
         return path, version
 
     def published(self, version: WeightsVersion) -> None:

@@ -79,7 +79,10 @@ class LearnerStep:
         on_gpu = context.device.type == "cuda"
         reserve_gib = context.recipe.training.graph_reserve_gib if on_gpu else 0.0
         return room_for_all(
-            self._run.storages.sizes_bytes, room_bytes, reserve_bytes=int(reserve_gib * 2**30)
+            self._run.storages.sizes_bytes,
+            room_bytes,
+            reserve_bytes=int(reserve_gib * 2**30),
+            ranks=context.degree,
         )
 
     async def _park(self) -> None:
@@ -220,15 +223,18 @@ class LearnerStep:
         await scope.publish(body, span=made.span, cause_id=cause_id)
 
 
-def room_for_all(sizes_bytes: list[int], room_bytes: int, *, reserve_bytes: int) -> bool:
+def room_for_all(
+    sizes_bytes: list[int], room_bytes: int, *, reserve_bytes: int, ranks: int
+) -> bool:
     """Whether all parts of the optimizer's state may be on the device beside a step's last groups.
 
     Otherwise they come in the update, a few at a time: what is called back earlier would take
     memory that those groups need.
 
     Args:
-        sizes_bytes: of each part.
-        room_bytes: for leases, beside storages and the parts in flight.
+        sizes_bytes: of each part of one rank.
+        room_bytes: for leases of all ranks, beside storages and the parts in flight.
         reserve_bytes: of that, to be left for graphs and workspaces.
     """
-    return sum(sizes_bytes) - in_flight_bytes(sizes_bytes) <= room_bytes - reserve_bytes
+    beside_bytes = ranks * (sum(sizes_bytes) - in_flight_bytes(sizes_bytes))
+    return beside_bytes <= room_bytes - reserve_bytes

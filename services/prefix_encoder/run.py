@@ -212,7 +212,8 @@ class PrefixEncoderRun:
     def vision_is_shared(self) -> bool:
         """Whether both roles' vision towers are frozen and equal, bit for bit.
 
-        Call it under read holds of both roles' weights; it is worked out once.
+        Call it in the compute thread, under read holds of both roles' weights; it is worked out
+        once, by all ranks at the same place in the order of their collectives.
         """
         if self._vision_shared is None:
             self._vision_shared = self._vision_towers_equal()
@@ -233,7 +234,7 @@ class PrefixEncoderRun:
         theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
         equal = all(torch.equal(mine[name], theirs[name]) for name in names)
         tensor = self.context.tensor
-        return equal if tensor is None else tensor.all_true(equal)
+        return equal if tensor is None else tensor.agree(equal)
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, and the reference's where the run has one."""

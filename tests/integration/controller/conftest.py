@@ -120,12 +120,13 @@ async def queue_run(redis_server, tmp_path):
     store = Store(RunLedger(redis_server.url, DEPLOYMENT))
     number = 0
 
-    async def queue(**training) -> RunId:
+    async def queue(*, on_error="default", **training) -> RunId:
         nonlocal number
         number += 1
         run_dir = tmp_path / f"run-{number}"
         run_dir.mkdir()
         tree = recipe(**training)
+        tree["reward"]["on_error"] = on_error
         await store.create(
             RunRecord(
                 run_id=RunId(f"run-{number}"),

@@ -97,6 +97,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.configured: list[int] = []
         self.released: list[str] = []
         self.refuse = ""
+        self.save = None
+        """Awaited by SaveCheckpoint."""
 
     async def Configure(self, request, context):
         if self.refuse:
@@ -116,6 +118,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.ReleaseReply()
 
     async def SaveCheckpoint(self, request, context):
+        if self.save is not None:
+            await self.save()
         version = self.node.versions[request.run_id]
         return worker_pb2.SaveCheckpointReply(path=f"/ckpt/{version}", weights_version=version)
 
@@ -132,6 +136,7 @@ class Node:
     """Steps whose update does not come, until `release_step`."""
     drop_groups: set[int] = field(default_factory=set)
     fail_task: bodies.TaskFailed | None = None
+    ranks: int = 1
     tasks: list[asyncio.Task] = field(default_factory=list)
     servers: dict[Participant, GrpcServer] = field(default_factory=dict)
     entries: dict[Participant, ServiceEntry] = field(default_factory=dict)
@@ -141,13 +146,16 @@ class Node:
         self.registry = Registry(self.url, self.deployment, ttl_s=2.0)
         self.broker = ScriptedBroker(self)
         await self._serve(BROKER, self.broker, broker_pb2, broker_pb2_grpc, "Broker")
-        for service in WORKERS:
-            participant = Participant(service=service)
+        for participant in self.participants:
             self.workers[participant] = ScriptedWorker(self, participant)
             await self._serve(
                 participant, self.workers[participant], worker_pb2, worker_pb2_grpc, "Worker"
             )
         self.tasks.append(asyncio.create_task(self._heartbeats()))
+
+    @property
+    def participants(self) -> list[Participant]:
+        return [Participant(service=s, rank=r) for s in WORKERS for r in range(self.ranks)]
 
     async def _serve(self, participant, servicer, module, grpc_module, name) -> None:
         bound = BoundServicer(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import RollplexError
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.step.schedule import Schedule
@@ -17,7 +18,13 @@ from rollplex.models import RunState
 from tests.integration.runs.conftest import SPEC
 from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.moments import Striker
-from tests.integration.runs.recipes import different, final_tensors, recipe, relative_difference
+from tests.integration.runs.recipes import (
+    checkpoint_tensors,
+    different,
+    final_tensors,
+    recipe,
+    relative_difference,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
 
@@ -111,6 +118,25 @@ async def test_a_run_survives_the_death_of_single_ranks(together):
     assert run.state is RunState.SUCCEEDED, run.reason
     assert len({blow.step for blow in struck}) == len(BLOWS)
     assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+
+
+async def test_a_checkpoint_that_fails_on_one_rank_does_not_part_the_ranks(together):
+    """The other rank waits for it in a gather; the next checkpoint is of both again."""
+    wanted = steady(together.model, Schedule.SERIAL, steps=50)
+    async with together.node.client() as client:
+        run = await client.create_run(wanted, run_dir=together.node.folder / "full")
+        await reach(client, run.run_id, RunState.RUNNING, steps=1)
+        await client.pause(run.run_id)
+        await reach(client, run.run_id, RunState.PAUSED)
+        in_the_way = Path(run.run_dir) / "checkpoints"
+        in_the_way.touch()
+        with pytest.raises(RollplexError, match=r"checkpoint of learner/0: .*NotADirectory"):
+            await client.save_checkpoint(run.run_id)
+        in_the_way.unlink()
+        saved = await client.save_checkpoint(run.run_id)
+        assert checkpoint_tensors(Path(saved.path))
+        await client.stop(run.run_id)
+        assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
 
 
 async def test_every_rank_reads_the_weights_of_its_owner(together):

@@ -22,10 +22,19 @@ def main(rank, folder):
         total = torch.tensor([rank + 1])
         dist.all_reduce(total, group=ranks.mesh.get_group())
         ranks.meet()
+        configured = torch.tensor([rank + 1])
+        waiting = dist.all_reduce(configured, async_op=True) if rank == 0 else None
+        agree = [ranks.agree(True), ranks.agree(rank == 0)]
+        if waiting is None:
+            dist.all_reduce(configured)
+        else:
+            waiting.wait()
         seen.append(
             {
                 "degree": ranks.degree,
                 "total": int(total),
+                "agree": agree,
+                "configured": int(configured),
                 "all_true": [ranks.all_true(True), ranks.all_true(rank == 0)],
                 "all_equal": [ranks.all_equal(-1), ranks.all_equal(rank)],
                 "left_behind": rendezvous.exists(),

@@ -18,6 +18,8 @@ def test_ranks_join_agree_and_join_again(tmp_path):
     expected = {
         "degree": DEGREE,
         "total": 3,
+        "agree": [True, False],
+        "configured": 3,
         "all_true": [True, False],
         "all_equal": [True, False],
         "left_behind": False,

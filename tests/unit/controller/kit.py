@@ -47,6 +47,7 @@ SETTINGS = RunSettings(
     step_deadline_s=60.0,
     replay_dir=None,
     ahead=True,
+    ranks=1,
     order=lambda step: [2 * step, 2 * step + 1],
 )
 RECORD = RunRecord(run_id=RUN, steps_total=3, train_rows=10)

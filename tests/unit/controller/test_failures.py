@@ -193,6 +193,22 @@ def test_a_checkpoint_cut_off_by_a_death_is_written_after_the_restart():
     assert not driver.all(do.AnswerCheckpoint)
 
 
+def test_ranks_that_a_failed_checkpoint_has_parted_are_configured_anew():
+    """The client has its answer by then, and no attempt is counted against the run."""
+    driver = Driver(ranks=2, policy=FailurePolicy(max_restarts_in_a_row=0))
+    driver.tell(got.PauseRequested())
+    driver.configure()
+    before = driver.epoch
+    driver.tell(got.CheckpointRequested(request=1))
+    driver.fail_work(retryable=False)
+    assert "boom" in driver.last(do.AnswerCheckpoint).error
+    assert driver.phase is Phase.GATHERING
+    driver.configure()
+    assert driver.phase is Phase.PAUSED
+    assert driver.last(do.ConfigureWorkers).epoch == driver.epoch > before
+    assert len(driver.all(do.SaveCheckpoint)) == 1
+
+
 def test_services_that_stay_away_fail_the_run_and_are_named():
     driver = Driver(policy=FailurePolicy(services_deadline_s=7))
     driver.tell(got.Started())

@@ -63,13 +63,15 @@ def test_records_survive_json():
 )
 def test_an_evaluation_uses_no_more_rows_than_there_are(eval_prompts, eval_rows, expected):
     recipe = _recipe(data={"eval": "a.b:d"}, training={"eval_prompts": eval_prompts})
-    assert run_settings(recipe, train_rows=9, eval_rows=eval_rows).eval_rows == expected
+    assert run_settings(recipe, train_rows=9, eval_rows=eval_rows, ranks=1).eval_rows == expected
 
 
 def test_the_samples_of_a_step_depend_on_seed_and_step_only():
-    settings = run_settings(_recipe(), train_rows=8, eval_rows=0)
-    again = run_settings(_recipe(), train_rows=8, eval_rows=0)
-    other = run_settings(_recipe().model_copy(update={"seed": 6}), train_rows=8, eval_rows=0)
+    settings = run_settings(_recipe(), train_rows=8, eval_rows=0, ranks=1)
+    again = run_settings(_recipe(), train_rows=8, eval_rows=0, ranks=1)
+    other = run_settings(
+        _recipe().model_copy(update={"seed": 6}), train_rows=8, eval_rows=0, ranks=1
+    )
     steps = [settings.order(StepIndex(step)) for step in range(4)]
     assert steps == [again.order(StepIndex(step)) for step in range(4)]
     assert steps != [other.order(StepIndex(step)) for step in range(4)]
@@ -79,14 +81,14 @@ def test_the_samples_of_a_step_depend_on_seed_and_step_only():
 
 def test_replayed_responses_come_from_the_folder_in_which_the_rollout_keeps_them():
     settings = run_settings(
-        _recipe(training={"replay_from": "/runs/old"}), train_rows=8, eval_rows=0
+        _recipe(training={"replay_from": "/runs/old"}), train_rows=8, eval_rows=0, ranks=1
     )
     assert settings.replay_dir == "/runs/old/responses"
 
 
 def test_an_evaluation_has_time_in_proportion_to_its_groups():
     recipe = _recipe(data={"eval": "a.b:d"}, training={"step_deadline_s": 10})
-    settings = run_settings(recipe, train_rows=8, eval_rows=20)
+    settings = run_settings(recipe, train_rows=8, eval_rows=20, ranks=1)
     plan = settings.eval_plan("r", StepIndex(0), Epoch(1))
     assert settings.deadline_s(plan) == 50
     assert settings.deadline_s(settings.train_plan("r", StepIndex(0), Epoch(1))) == 10
@@ -102,7 +104,7 @@ def _samples(plan):
 
 def test_a_plan_names_the_groups_of_what_comes_next():
     recipe = _recipe(data={"eval": "a.b:d"}, training={"steps": 4, "eval_every_steps": 2})
-    settings = run_settings(recipe, train_rows=9, eval_rows=3)
+    settings = run_settings(recipe, train_rows=9, eval_rows=3, ranks=1)
     trained = [settings.train_plan("r", StepIndex(step), Epoch(1)) for step in range(4)]
     evaluated = [settings.eval_plan("r", StepIndex(step), Epoch(1)) for step in (0, 2, 4)]
     assert _ahead(evaluated[0]) == _samples(trained[0])
@@ -116,8 +118,8 @@ def test_a_plan_names_the_groups_of_what_comes_next():
 
 
 def test_a_plan_names_nothing_ahead_behind_the_last_step_or_where_it_is_off():
-    plain = run_settings(_recipe(), train_rows=9, eval_rows=0)
-    off = run_settings(_recipe(training={"ahead": False}), train_rows=9, eval_rows=0)
+    plain = run_settings(_recipe(), train_rows=9, eval_rows=0, ranks=1)
+    off = run_settings(_recipe(training={"ahead": False}), train_rows=9, eval_rows=0, ranks=1)
     assert _ahead(plain.train_plan("r", StepIndex(8), Epoch(1)))
     assert _ahead(plain.train_plan("r", StepIndex(9), Epoch(1))) == []
     assert _ahead(off.train_plan("r", StepIndex(8), Epoch(1))) == []
@@ -158,29 +160,33 @@ def test_parameters_are_counted_from_the_headers(model):
 )
 def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
     recipe = _recipe(model={"path": str(model)} | table, algorithm={"kl_coefficient": kl})
-    needed = needed_bytes(recipe, device="cpu")
+    needed = needed_bytes(recipe, device="cpu", ranks=1)
     reference = expected.pop("reference", None)
     assert needed.pop("reference.weights", None) == reference
     assert needed == {f"policy.{name}": size for name, size in expected.items()}
 
 
 @pytest.mark.parametrize(
-    ("training", "device", "elements"),
+    ("training", "device", "ranks", "elements"),
     [
         # 1001 elements of 8 bytes in parts of 1 KiB: seven of 128, and a last one.
-        ({}, "cuda", 3 * 128),
-        ({}, "cpu", 1001),
-        ({"spill_optimizer": True}, "cpu", 3 * 128),
-        ({"spill_optimizer": False}, "cuda", 1001),
-        ({"optimizer_part_mib": 3072.0}, "cuda", 1001),
+        ({}, "cuda", 1, 3 * 128),
+        ({}, "cpu", 1, 1001),
+        ({}, "cpu", 2, 1001),
+        ({"spill_optimizer": True}, "cpu", 1, 3 * 128),
+        # Each of two ranks has 500 of them.
+        ({"spill_optimizer": True}, "cpu", 2, 2 * 3 * 128),
+        ({"spill_optimizer": False}, "cuda", 1, 1001),
+        ({"optimizer_part_mib": 3072.0}, "cuda", 1, 1001),
     ],
 )
 def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
-    model, training, device, elements
+    model, training, device, ranks, elements
 ):
     parts = {"optimizer_part_mib": 1 / 1024} | training
     recipe = _recipe(model={"path": str(model)}, training=parts)
-    assert needed_bytes(recipe, device=device)["policy.optimizer"] == 8 * elements
+    needed = needed_bytes(recipe, device=device, ranks=ranks)
+    assert needed["policy.optimizer"] == 8 * elements
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
@@ -188,9 +194,10 @@ def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
     row = broker_pb2.LedgerEntry(
         name="policy.weights", run_id="other", bytes=2**20, holders=["learner/0"], until="its end"
     )
-    check_room(recipe, broker_pb2.Ledger(capacity_bytes=6004 + 8008 + 4004), device="cpu")
+    node = {"device": "cpu", "ranks": 1}
+    check_room(recipe, broker_pb2.Ledger(capacity_bytes=6004 + 8008 + 4004), **node)
     with pytest.raises(ResourceExhausted, match=r"arena_gib") as refused:
-        check_room(recipe, broker_pb2.Ledger(capacity_bytes=18_000, entries=[row]), device="cpu")
+        check_room(recipe, broker_pb2.Ledger(capacity_bytes=18_000, entries=[row]), **node)
     assert "1.0 MiB  policy.weights  of run other, held by learner/0, until its end" in str(
         refused.value
     )

@@ -55,18 +55,23 @@ def test_a_part_may_have_both_what_decays_and_what_does_not(make_state):
 
 
 @pytest.mark.parametrize(
-    ("parts", "room", "reserve", "fits"),
+    ("parts", "room", "reserve", "ranks", "fits"),
     [
-        (12, 9 * 3 + 16, 16, True),
-        (12, 9 * 3 + 15, 16, False),
-        (29, 64, 16, False),
+        (12, 9 * 3 + 16, 16, 1, True),
+        (12, 9 * 3 + 15, 16, 1, False),
+        (29, 64, 16, 1, False),
         # Those in flight are no part of a step's room.
-        (3, 0, 0, True),
-        (4, 2, 0, False),
+        (3, 0, 0, 1, True),
+        (3, 0, 0, 2, True),
+        (4, 2, 0, 1, False),
+        # Ranks share the room.
+        (4, 3, 0, 1, True),
+        (4, 3, 0, 2, False),
+        (4, 6, 0, 2, True),
     ],
 )
-def test_parts_come_ahead_where_there_is_room_for_all(parts, room, reserve, fits):
+def test_parts_come_ahead_where_there_is_room_for_all(parts, room, reserve, ranks, fits):
     """Parts of 3 GiB."""
     gib = 2**30
     sizes = [3 * gib] * parts
-    assert room_for_all(sizes, room * gib, reserve_bytes=reserve * gib) is fits
+    assert room_for_all(sizes, room * gib, reserve_bytes=reserve * gib, ranks=ranks) is fits

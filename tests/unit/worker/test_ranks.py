@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from contextlib import contextmanager
 
 import pytest
 
 from common.errors import Unavailable
 from common.worker import ranks
 from common.worker.ranks import RanksAbsent, RanksParted, present
-from tests.unit.worker.conftest import Script, running
+from tests.unit.worker.conftest import ENCODER, RUN, Script, running
+
+JOIN_S = 50.0
 
 
 async def test_ranks_wait_for_each_other(tmp_path):
@@ -57,14 +61,79 @@ async def test_a_newer_configuration_ends_one_that_waits_for_ranks(second_of_two
         await second
 
 
-async def test_a_job_that_outlives_its_epoch_ends_the_process(second_of_two, monkeypatch):
+def rendezvous(worker, epoch):
+    return worker.broker.deployment.socket_dir / f"{ENCODER.service}-{RUN}-{epoch}.ranks"
+
+
+def mark(worker, epoch, rank):
+    """What is there while the rank waits to be configured for that epoch."""
+    return rendezvous(worker, epoch).with_name(f"{rendezvous(worker, epoch).name}.{rank}")
+
+
+@contextmanager
+def present_too(worker, *epochs):
+    """Rank 1 waits to be configured."""
+    marks = [mark(worker, epoch, 1) for epoch in epochs]
+    for one in marks:
+        one.touch()
+    yield
+    for one in marks:
+        one.unlink()
+
+
+async def test_a_job_that_others_have_given_up_ends_the_process(second_of_two, monkeypatch):
     actor = second_of_two.actor
     monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
     go_on = asyncio.Event()
     actor._epochs.beside("stuck", go_on.wait())
     answer = second_of_two.configure()
-    with pytest.raises(RanksParted, match="prefix-encoder/0"):
-        await actor.parted()
-    with pytest.raises(TimeoutError):
-        await answer
+    with present_too(second_of_two, 1):
+        with pytest.raises(RanksParted, match="prefix-encoder/0"):
+            await actor.parted()
+        with pytest.raises(TimeoutError):
+            await answer
     go_on.set()
+
+
+async def test_what_belongs_to_no_epoch_may_take_long(second_of_two, monkeypatch):
+    """Such as a checkpoint, which no rank ends before the others."""
+    actor = second_of_two.actor
+    monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
+    go_on = asyncio.Event()
+    actor._epochs.beside("checkpoint", go_on.wait())
+    answer = second_of_two.configure()
+    await asyncio.sleep(0.5)
+    assert not answer.done()
+    monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 30.0)
+    go_on.set()
+    await second_of_two.until(mark(second_of_two, 1, 0).exists)
+    await second_of_two.release()
+    with pytest.raises(Unavailable, match="was released"):
+        await answer
+
+
+async def test_a_cancelled_join_leaves_nothing_behind(second_of_two):
+    """The ranks join although one of them is not to any more; it can join again."""
+    worker = second_of_two
+    first = worker.configure(epoch=1)
+    with present_too(worker, 1):
+        await worker.until(rendezvous(worker, 1).exists)
+    second = worker.configure(epoch=2)
+    with pytest.raises(Unavailable, match="epoch 2 has begun"):
+        await first
+    other = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.integration.worker.other_rank",
+        *(str(rendezvous(worker, epoch)) for epoch in (1, 2)),
+    )
+    try:
+        with present_too(worker, 2):
+            async with asyncio.timeout(JOIN_S):
+                assert await other.wait() == 0
+                await second
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
+    assert worker.script.changes == ["load", "prepare"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +80,33 @@ def test_the_budget_is_short_where_the_room_would_be_missing(
     assert found is short
 
 
+@dataclass
+class Ranks:
+    """So many of them, of which the sizes need no more."""
+
+    degree: int
+
+
+@pytest.mark.parametrize(
+    ("capacity_gib", "copies_gib", "short"),
+    [
+        (2 * STORAGES_GIB + RESERVE_GIB, 100, False),
+        (2 * STORAGES_GIB + RESERVE_GIB - 0.01, 100, True),
+        (20, 16, True),
+        (20, 15.99, False),
+    ],
+)
+def test_ranks_share_the_budget_and_the_host(capacity_gib, copies_gib, short):
+    found = budget_is_short(
+        replace(context("cuda"), tensor=Ranks(2)),
+        POLICY,
+        WEIGHTS,
+        capacity_bytes=int(capacity_gib * GIB),
+        copies_bytes=int(copies_gib * GIB),
+    )
+    assert found is short
+
+
 @pytest.mark.parametrize(
     ("wanted", "device", "residency"),
     [
@@ -111,3 +138,7 @@ async def test_by_default_a_gpu_with_a_short_budget_spills(
     assert spilled_bytes(wanted, layout, layout) == weights_bytes
     too_large = replace(WEIGHTS, total_elements=client.copies_bytes)
     assert spilled_bytes(wanted, layout, too_large) == 0
+    on_cpu = replace(wanted, device=torch.device("cpu"))
+    fits_one = replace(WEIGHTS, total_elements=client.copies_bytes // wanted.dtype.itemsize)
+    assert spilled_bytes(on_cpu, layout, fits_one) > 0
+    assert spilled_bytes(replace(on_cpu, tensor=Ranks(2)), layout, fits_one) == 0

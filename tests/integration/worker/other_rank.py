@@ -1,0 +1,17 @@
+"""The second of two ranks, which joins and leaves once for each rendezvous."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common.worker.ranks import TensorRanks
+
+
+def main(rendezvous):
+    for one in rendezvous:
+        TensorRanks.join(one, rank=1, degree=2, collective_timeout_s=30.0).leave()
+
+
+if __name__ == "__main__":
+    main([Path(one) for one in sys.argv[1:]])
