@@ -38,11 +38,9 @@ def test_a_budget_that_is_named_binds_what_processes_hold_too() -> None:
     assert limit_bytes(140, total_bytes=140 * GIB) == 140 * GIB - UNLISTED_BYTES
 
 
-def test_gpus_are_as_many_as_the_largest_service_has_ranks() -> None:
-    assert Deployment().gpus == 0
+def test_a_node_has_the_memory_of_the_gpus_that_its_ranks_use() -> None:
+    assert Deployment(train_tp=2, rollout_tp=2).gpus == 0
     assert Deployment(device="cuda").gpus == 1
-    values = {"device": "cuda", "services": {"learner": {"ranks": 4}, "rollout": {"ranks": 2}}}
-    assert Deployment.model_validate(values).gpus == 4
 
 
 SIZE = 16

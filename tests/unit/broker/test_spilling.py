@@ -17,7 +17,7 @@ from common.tensors.errors import (
     StorageTorn,
     UnknownRun,
 )
-from common.tensors.spec import Held, Residency
+from common.tensors.spec import Residency
 from common.tensors.storage import HoldKind, StorageSpec
 from services.broker import events
 from services.broker.instructions import (
@@ -199,32 +199,6 @@ def test_what_is_only_expected_comes_after_who_waits_for_room() -> None:
     lone.drive.abandon(ENCODER, lone.drive.answer(both).lease_id)
     lone.drive.end_move()
     assert lone.rows[0] == (GPU, "readable(v0)")
-
-
-def test_what_somebody_waits_for_is_not_left_to_allocators() -> None:
-    drive = Driver(gpu_pages=3, copies_pages=2 * GPU_PAGE // PAGE)
-    drive.begin(1)
-    spec = replace(SPEC, tensors=pages(2 * GPU_PAGE // PAGE))
-    storage = drive.answer(drive.open(LEARNER, spec)).storage_id
-    drive.publish(LEARNER, drive.answer(drive.hold(LEARNER, storage, HoldKind.WRITE)).hold_id)
-    drive.park(LEARNER, storage)
-    drive.end_move()
-
-    def left() -> int:
-        asked = drive.ask(ENCODER, events.ReportHeld, name=Held.ALLOCATOR, size_bytes=0)
-        return int(drive.answer(asked).free_bytes)
-
-    leases = [drive.lease(ENCODER, LEARNER) for _ in range(2)]
-    assert left() == GPU_PAGE
-    hold = drive.hold(LEARNER, storage, HoldKind.READ)
-    assert drive.waits(hold)
-    assert left() == 0
-    drive.abandon(ENCODER, leases.pop())
-    drive.end_move()
-    assert not drive.waits(hold)
-    assert left() == 0
-    drive.abandon(ENCODER, leases.pop())
-    assert left() == GPU_PAGE
 
 
 def test_what_is_parked_again_is_expected_no_more() -> None:
