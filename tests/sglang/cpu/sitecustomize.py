@@ -8,11 +8,11 @@ class _OperatorSchemas(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":
             sys.meta_path.remove(self)
-            import torch
+            from torch.library import define
 
             for operator in ("nms", "qnms"):
                 schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                torch.library.define(f"torchvision::{operator}", schema)
+                define(f"torchvision::{operator}", schema)
         return
 
 

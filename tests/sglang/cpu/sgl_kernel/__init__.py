@@ -1,8 +1,8 @@
 """Import-only stand-in for sgl_kernel: every name exists, none can be called."""
 
-import torch
+from torch.library import Library
 
-_OPS = torch.library.Library("sgl_kernel", "FRAGMENT")
+_OPS = Library("sgl_kernel", "FRAGMENT")
 for _name in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
