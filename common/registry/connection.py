@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+ANSWER_S = 5.0
+"""Redis that has not answered by then is away."""
 _LOG_EVERY_S = 10.0
 
 _AWAY = (
@@ -44,9 +46,10 @@ class RedisBroken(RollplexError):
 
 def open_redis(url: str) -> Redis:
     """A client with text replies. It connects at the first command; `await client.aclose()`."""
-    # Repeats are `retry_redis`'s: it knows which commands may be repeated.
+    # Repeats are `retry_redis`'s: it knows which commands may be repeated. Its timeout is, too: the
+    # client's own is `asyncio.wait_for`, which before Python 3.12 can swallow a cancellation.
     client: Redis = Redis.from_url(
-        url, decode_responses=True, retry=Retry(NoBackoff(), 0), socket_timeout=5.0
+        url, decode_responses=True, retry=Retry(NoBackoff(), 0), socket_timeout=None
     )
     return client
 
@@ -87,7 +90,8 @@ async def retry_redis(
     pause_s = FIRST_PAUSE_S
     while True:
         try:
-            result = await operation()
+            async with asyncio.timeout(ANSWER_S):
+                result = await operation()
         except exceptions.AuthenticationError as error:
             raise RedisRefused(
                 f"{what}: Redis at {redacted(url)} refused the login: {error}"

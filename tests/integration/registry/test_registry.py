@@ -98,6 +98,19 @@ async def test_heartbeat_survives_a_killed_redis(registry, redis_server):
     assert await registry.find(LEARNER) == registered
 
 
+async def test_a_cancelled_reader_always_ends(registry):
+    async def read():
+        while True:
+            await registry.find(LEARNER)
+
+    for number in range(200):
+        reader = asyncio.create_task(read())
+        # Another moment of the exchange each time.
+        await asyncio.sleep(0.001 + number * 1e-5)
+        reader.cancel()
+        assert await asyncio.wait([reader], timeout=5) == ({reader}, set())
+
+
 async def test_absent_redis_is_named_with_what_to_do(redis_server):
     registry = Registry(redis_server.url, "test", deadline_s=0.2)
     redis_server.stop()

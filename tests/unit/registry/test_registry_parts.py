@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 
@@ -8,7 +9,7 @@ import pytest
 from common.config.deployment import load_deployment
 from common.errors import FailedPrecondition, Unavailable
 from common.ids import Incarnation, Participant, RunId, Service
-from common.registry import embedded, keys
+from common.registry import connection, embedded, keys
 from common.registry.client import ServiceEntry
 from common.registry.connection import RedisBroken, RedisRefused, redacted, retry_redis
 from common.registry.embedded import embedded_server, find_server
@@ -72,6 +73,15 @@ async def test_operation_is_repeated_while_redis_is_away():
         return answer
 
     assert await retry_redis(operation, what="w", url="redis://h") == 7
+
+
+async def test_redis_that_does_not_answer_is_away(monkeypatch):
+    monkeypatch.setattr(connection, "ANSWER_S", 0.05)
+    answers = [asyncio.Event().wait, asyncio.Event().wait]
+
+    with pytest.raises(Unavailable, match="reading: Redis at redis://h could not be reached"):
+        await retry_redis(lambda: answers.pop()(), what="reading", url="redis://h", deadline_s=0.1)
+    assert not answers
 
 
 async def test_deadline_ends_the_repetition_without_showing_the_password():
