@@ -131,7 +131,7 @@ async def test_a_run_survives_deaths_while_its_reference_is_spilled(mortal_lab):
     assert len({blow.step for blow in struck}) == len(struck)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_a_disaggregated_run_survives_deaths_around_its_pushes(mortal_lab):
     apart = {
         "schedule": Schedule.DISAGGREGATED,
@@ -141,8 +141,14 @@ async def test_a_disaggregated_run_survives_deaths_around_its_pushes(mortal_lab)
     async with disturbed(mortal_lab, "disaggregated", **apart) as striker:
         struck = [
             await moment(striker, victim)
-            for moment in (Striker.window, Striker.pushing, Striker.pushed, Striker.durable)
-            for victim in (ROLLOUT, LEARNER)
+            for moment, victim in (
+                (Striker.window, ROLLOUT),
+                (Striker.pushing, LEARNER),
+                (Striker.pushing, ROLLOUT),
+                (Striker.pushed, LEARNER),
+                (Striker.pushed, ROLLOUT),
+                (Striker.durable, LEARNER),
+            )
         ]
     assert len({blow.step for blow in struck}) == len(struck)
 
