@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from bench.step_bound import SERIAL, bound_s, occupancy
+from bench.step_bound import SERIAL, bound_s, window_parts
 from bench.step_flops import ModelSizes, step_flops
 from common.rl.lengths import response_lengths
 from common.step.plan import StepMode
@@ -113,28 +113,29 @@ def compare(
 
     Args:
         figures: by label; nothing is added where no serial run is among them.
-        step_numbers: the timed steps, whose lengths say how many sequences decode when.
+        step_numbers: the timed steps, whose lengths say which sequences decode when.
         tables: by label, the co-run rates that its bound is from.
     """
     serial = figures.get(SERIAL)
     if serial is None:
         return
-    occupied = occupancy([])
-    for step in step_numbers:
-        lengths = [
-            length
-            for group in range(work.prompts)
-            for length in response_lengths(
-                work.lengths, seed=seed, step=step, group=group, samples=work.samples
-            )
-        ]
-        occupied.update(occupancy(lengths))
+    windows = [
+        window_parts(
+            [
+                response_lengths(
+                    work.lengths, seed=seed, step=step, group=group, samples=work.samples
+                )
+                for group in range(work.prompts)
+            ]
+        )
+        for step in step_numbers
+    ]
     for label, found in figures.items():
         bound = bound_s(
             found["schedule"],
             serial,
             table=tables[label],
-            occupied=occupied,
+            windows=windows,
             prompts=work.prompts,
             train_vision=work.train_vision,
         )

@@ -24,7 +24,7 @@ TRANSITIONS = TransitionTable(
     "storage's contents",
     {
         (Residence.RESIDENT, Residence.SPILLING): (
-            "somebody parked it, and nobody has it mapped or wants it"
+            "nobody that lives has it mapped or wants it"
         ),
         (Residence.SPILLING, Residence.SPILLED): (
             "the copy is whole, and the device's memory is given back"
