@@ -75,7 +75,7 @@ class LearnerStep:
     def close(self) -> None:
         """Leave a rollout that waits for a push which will not come."""
         link = self._run.context.push
-        if link is not None and self._scope.view.published is None:
+        if link is not None and not self._scope.view.finished:
             link.close()
 
     @property

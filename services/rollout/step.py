@@ -92,7 +92,7 @@ class RolloutStep:
 
     def close(self) -> None:
         """End the decode, give the K/V memory back."""
-        if self._run.own is not None and self._training and self._scope.view.published is None:
+        if self._run.own is not None and not self._scope.view.finished:
             self._run.own.close()
         self._run.engine.abort()
         self._run.engine.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from common.step.schedule import Schedule
 from common.vlm.loading import empty_model, load_config, weight_layout
@@ -34,6 +35,7 @@ async def test_it_shares_no_weights_and_has_the_same(node, model):
     assert policy.keys() == READERS | {"rollout/0"}
     assert {one.version for one in policy.values()} == {paused.steps_done}
     assert report.differences == ()
+    assert paused.restarts == 0
     version = f"readable(v{paused.steps_done})"
     for name in ("policy.weights", "rollout.weights"):
         assert entries[name].state.startswith(version), name
@@ -46,6 +48,7 @@ async def test_evaluations_and_pushes(lab):
             for schedule in (Schedule.SERIAL, Schedule.DISAGGREGATED)
         }
     )
+    assert (serial.run.restarts, apart.run.restarts) == (0, 0)
     assert different(serial.tensors, apart.tensors) == []
     rewards = [
         [step["metrics"]["reward_mean"] for step in run.steps if step["mode"] == "eval"]
@@ -53,8 +56,8 @@ async def test_evaluations_and_pushes(lab):
     ]
     assert len(rewards[0]) == 3
     assert rewards[0] == rewards[1]
-    model = empty_model(load_config(lab.model))
-    layout = weight_layout(model, train_vision=True)
+    model = empty_model(load_config(lab.model), dtype=torch.float32)
+    layout = weight_layout(model, train_vision=True, dtype=torch.float32)
     trained = [step["metrics"] for step in apart.steps if step["mode"] == "train"]
     assert [one["push_bytes"] for one in trained] == [4.0 * layout.trainable_elements] * 2
     assert all(one["push_s"] > 0 and one["push_wait_s"] >= 0 for one in trained)
