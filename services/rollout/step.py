@@ -56,6 +56,8 @@ class RolloutStep:
         self._hold: Hold | None = None
         self._holding = asyncio.Lock()
         self._taking = False
+        self._encoding_ns: int | None = None
+        """When the rollout's own vision tower began."""
         self._recorded = (
             None
             if scope.plan.replay_dir is None
@@ -166,10 +168,12 @@ class RolloutStep:
             with torch.no_grad():
                 return run.model.vision_embeddings(whole_prompt(lease).to(run.context.device))
 
+        vision = await scope.run(Task.DECODE, encoded)
+        self._encoding_ns = self._encoding_ns or vision.span.start_ns
         return GroupRequest(
             group=group,
             prompt=text.without_pixels(run.context.device),
-            vision=(await scope.run(Task.DECODE, encoded)).value,
+            vision=vision.value,
             recorded=None if self._recorded is None else self._recorded.responses(group),
             limits=self._limits(group),
         )
@@ -203,7 +207,7 @@ class RolloutStep:
         sampled: list[FinishedGroup] = []
         async for turn in self._loop.turns():
             if turn.admitted and admitting_ns is None:
-                admitting_ns = turn.start_ns
+                admitting_ns = self._encoding_ns or turn.start_ns
             for group in turn.admitted:
                 scope.give_back(*self._inputs.pop(group))
             if turn.decoding and opened_ns is None:
