@@ -80,8 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
-    add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
+    add(
+        "--peak-tflops",
+        type=float,
+        default=PEAK_TFLOPS,
+        help="ceiling of a GPU, for the utilisation",
+    )
     add("--data-workers", type=int, default=4)
+    add("--ranks", type=int, default=1, help="of each service: tensor parallel, a GPU each")
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
     add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
     add("--keep", type=Path, help="folder for the runs' files and the services' logs")
@@ -141,7 +147,12 @@ def graphs_option(text: str) -> int | str:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Of the node."""
     table = None if options.table is None else str(options.table.absolute())
-    return {"governor": options.governor, "governor_table": table}
+    return {
+        "governor": options.governor,
+        "governor_table": table,
+        "train_tp": options.ranks,
+        "rollout_tp": options.ranks,
+    }
 
 
 def _labels(schedules: Sequence[str]) -> dict[str, str]:
@@ -187,7 +198,7 @@ def _report(
                 sizes=sizes,
                 memory=memory,
                 planned=plan.of(labels[label]),
-                peak_tflops=options.peak_tflops,
+                peak_tflops=options.peak_tflops * options.ranks,
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))
@@ -214,6 +225,7 @@ def _report(
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
         "resident": options.resident,
+        "ranks": options.ranks,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
@@ -230,6 +242,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         spill_optimizer=options.device == "cuda" and not options.resident,
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
+        ranks=options.ranks,
     )
 
 

@@ -47,7 +47,8 @@ class SmToken:
             writers=tuple(context.peer(service) for service in BACKGROUND),
             placement=Placement.HOST,
         )
-        storage = await context.broker.open_storage(context.run_id, TOKEN_STORAGE, create=spec)
+        name = context.storage_name(TOKEN_STORAGE)
+        storage = await context.broker.open_storage(context.run_id, name, create=spec)
         return cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
 
     @property
