@@ -202,13 +202,8 @@ def _report(
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))
-    compare(
-        figures,
-        work=work,
-        seed=SEED,
-        step_numbers=range(options.warmup, options.warmup + options.steps),
-        tables=tables,
-    )
+    timed = range(options.warmup, options.warmup + options.steps)
+    compare(figures, work=work, seed=SEED, step_numbers=timed, tables=tables)
     if options.png is not None and pictured:
         title = f"workload {options.workload}, {options.scale}, {options.device}"
         draw_steps(pictured, memory, options.png, title=title)

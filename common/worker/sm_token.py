@@ -65,6 +65,10 @@ class SmToken:
         """
         return int(self._word[0])
 
+    def is_taken(self) -> bool:
+        """Whether a job runs beside the decode at the moment."""
+        return self.share > 0
+
     @contextmanager
     def taken(self, share: int) -> Iterator[None]:
         """A job of the holder runs on so many SMs."""

@@ -49,12 +49,11 @@ async def make_engine(
     """
     recipe = context.recipe
     if recipe.rollout.engine is EngineName.NATIVE:
-        # Ranks would see it at different moments, and launch different kernels.
-        alone = token is None or context.tensor is not None
         return NativeEngine(
             model,
             max_slots=recipe.rollout.max_slots,
-            beside=None if alone else lambda: token.share > 0,
+            # Ranks would see it at different moments, and launch different kernels.
+            beside=None if token is None or context.tensor is not None else token.is_taken,
         )
     config = recipe.rollout.sglang or SglangConfig()
     text = text_config(shape.config)
