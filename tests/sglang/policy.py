@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from common.vlm.prompt import PromptTensors
     from common.weights.layout import WeightLayout
-    from services.rollout.engines.protocol import FinishedGroup
+    from services.rollout.engines.protocol import Engine, FinishedGroup
 
 MAX_REQUESTS = 8
 CONTEXT_TOKENS = 512
@@ -153,7 +153,7 @@ class Policy:
 
 
 def run_step(
-    engine: SglangEngine, spec: StepSpec, requests: Sequence[GroupRequest]
+    engine: Engine, spec: StepSpec, requests: Sequence[GroupRequest]
 ) -> list[FinishedGroup]:
     """Decode a step to its end; the groups in their order."""
     engine.begin_step(spec)

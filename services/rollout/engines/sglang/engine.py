@@ -8,7 +8,6 @@ Shapes: G = responses of a group.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import asdict
@@ -229,7 +228,8 @@ class SglangEngine:
             mm_token_type_ids=prompt.mm_token_type_ids.cpu(),
             vision=vision.detach().cpu(),
             limits=group.limits,
-            seeds=tuple(_seed(spec, request.group, n) for n in range(spec.samples_per_group)),
+            seed=spec.seed,
+            step=int(spec.step),
             sampling=sampling_parameters(spec.params),
         )
         self._running_host.tell(sampling.frame())
@@ -329,9 +329,3 @@ class SglangEngine:
     def _collect(self) -> tuple[FinishedGroup, ...]:
         complete = [name for name, group in self._groups.items() if not group.missing]
         return tuple(self._groups.pop(name).finish(self._iterations) for name in sorted(complete))
-
-
-def _seed(spec: StepSpec, group: GroupId, sample: int) -> int:
-    """A response's seed: a function of run, step, group and sample."""
-    text = f"{spec.seed}|{int(spec.step)}|{int(group)}|{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

@@ -14,7 +14,6 @@ _PACKAGE = "services.rollout.engines.sglang"
 _ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
 }
@@ -32,6 +31,9 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "max_total_tokens": settings.kv_tokens,
         "mem_fraction_static": settings.memory_fraction,
         "enable_deterministic_inference": settings.deterministic,
+        # tokens are drawn by `host.sampler`
+        "sampling_backend": "pytorch",
+        "enable_custom_logit_processor": True,
         "custom_weight_loader": [REFRESH_LOADER],
         "base_gpu_id": settings.gpu,
         # token ids in, token ids out, one report a decode step
