@@ -111,13 +111,14 @@ class Sampler:
             if group.group in self._unwanted:
                 return
             raise RuntimeError(f"SGLang ended response {sample}: {meta['finish_reason']}")
-        versions = {span["version"] for span in meta.get("weight_versions", [])}
+        # SGLang 0.5.17 tells no more than the version at the end
+        spans = meta.get("weight_versions", [{"version": meta["weight_version"]}])
         response = SampledResponse(
             group=group.group,
             sample=sample,
             tokens=torch.tensor(tokens, dtype=torch.int64),
             logprobs=torch.tensor(logprobs, dtype=torch.float32),
-            versions=tuple(sorted(versions)),
+            versions=tuple(sorted({span["version"] for span in spans})),
             cached_tokens=meta["cached_tokens"],
         )
         self._flush()

@@ -9,14 +9,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    EndWeightUpdateReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils import MultiprocessingSerializer
 
 from services.rollout.engines.sglang.host.sampling import Sampler
+from services.rollout.engines.sglang.host.update import UpdateRefused, require, updating
 from services.rollout.engines.sglang.host.weights import REFRESH_LOADER
 from services.rollout.engines.sglang.messages import (
     ABORT,
@@ -36,10 +33,6 @@ if TYPE_CHECKING:
 
 _FLUSH_S = 30.0
 """Longest wait for the end of what still uses the caches."""
-
-
-class UpdateRefused(Exception):
-    """SGLang has answered an update with a failure, which it does not raise."""
 
 
 class Serving:
@@ -113,23 +106,12 @@ class Serving:
         load_format: str | None,
         version: str | None,
     ) -> None:
-        """Raises: UpdateRefused if any of the three calls answers with a failure."""
-        manager = self._manager
-        _require(await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        """Raises: UpdateRefused if any of the calls answers with a failure."""
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors)],
             load_format=load_format,
             flush_cache=version is not None,
             weight_version=version,
         )
-        try:
-            _require(await manager.update_weights_from_tensor(request, None))
-        finally:
-            ended = await manager.end_weight_update(EndWeightUpdateReqInput(), None)
-        _require(ended)
-
-
-def _require(result: tuple[bool, str]) -> None:
-    success, message = result
-    if not success:
-        raise UpdateRefused(message)
+        async with updating(self._manager):
+            require(await self._manager.update_weights_from_tensor(request, None))
