@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.tensors.errors import RequestCancelled
 from services.broker.instructions import Refuse, ReplyDone
 from services.broker.ledger import LedgerRow
 from services.broker.room import RoomRequest
@@ -38,9 +39,13 @@ class Reservations:
         self._rooms = rooms
         self._outbox = outbox
         self._sizes: dict[_Reservation, _Size] = {}
+        self._requests: dict[_Reservation, RoomRequest] = {}
+        """Newest one of each that waits, or has waited, for room."""
 
     def put(self, event: ReserveMemory) -> None:
         """Set a reservation; 0 removes it. A larger one may wait for room until its deadline.
+
+        It takes the place of one that waits.
 
         Raises: ArenaFull and then changes nothing.
         """
@@ -49,6 +54,10 @@ class Reservations:
         key = _Reservation(
             participant=participant, run_id=event.run_id, device=room.device, name=event.name
         )
+        replaced = self._requests.pop(key, None)
+        if replaced is not None and replaced in room.waiting:
+            room.waiting.remove(replaced)
+            replaced.refuse(RequestCancelled(f"{replaced.what} was asked for anew"))
         before = self._sizes.get(key, _Size()).taken_bytes
         more_bytes = event.size_bytes - before
         what = f"reservation {event.name} of {participant}, now of {before} bytes,"
@@ -59,7 +68,7 @@ class Reservations:
             room.take_now(what, more_bytes)
             self._grow(key, event, more_bytes)
         else:
-            request = RoomRequest(
+            self._requests[key] = request = RoomRequest(
                 origin=event.origin,
                 run_id=event.run_id,
                 epoch=None,
@@ -72,7 +81,7 @@ class Reservations:
             room.request(request, wait=True)
 
     def _grow(self, key: _Reservation, event: ReserveMemory, more_bytes: int) -> None:
-        """The room is taken, or given back. It may have changed since the event came."""
+        """The room is taken, or given back."""
         taken_bytes = self._sizes.get(key, _Size()).taken_bytes + more_bytes
         if taken_bytes or event.away_bytes:
             self._sizes[key] = _Size(taken_bytes=taken_bytes, away_bytes=event.away_bytes)
@@ -89,6 +98,7 @@ class Reservations:
         """Remove those of a participant that died, or of a run that was closed."""
         for key in list(self._sizes):
             if participant in (None, key.participant) and run_id in (None, key.run_id):
+                self._requests.pop(key, None)
                 taken_bytes = self._sizes.pop(key).taken_bytes
                 self._rooms.of(key.device).give_back(taken_bytes, run_scoped=True)
 

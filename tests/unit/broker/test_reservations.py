@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.tensors.errors import ArenaFull, BrokerTimeout
+from common.tensors.errors import ArenaFull, BrokerTimeout, RequestCancelled
 from common.tensors.spec import Placement
 from services.broker import events
 from services.broker.instructions import AnnounceStepBegan
@@ -98,6 +98,16 @@ def test_one_that_is_taken_back_takes_nothing(drive: Driver) -> None:
     request = take(drive)
     drive.cancel(ROLLOUT, request)
     shrink(drive)
+    drive.abandon(ENCODER, lease)
+    assert used_pages(drive) == 1
+
+
+def test_one_that_waits_is_replaced(drive: Driver) -> None:
+    lease = drive.lease(ENCODER, LEARNER, size_pages=2)
+    request = take(drive)
+    shrink(drive)
+    with pytest.raises(RequestCancelled, match="asked for anew"):
+        drive.answer(request)
     drive.abandon(ENCODER, lease)
     assert used_pages(drive) == 1
 

@@ -36,6 +36,7 @@ def settings(**others):
         "context_tokens": 1,
         "kv_tokens": 1,
         "memory_fraction": 0.5,
+        "release_memory": True,
         "deterministic": False,
         "arguments": {},
     }

@@ -76,6 +76,8 @@ class SglangEngine:
         self._iterations = 0
         self._heard_s = 0.0
         self._closed = False
+        self._has_kv = False
+        """Whether the engine has memory for keys and values."""
         self.aliased_bytes = self.copied_bytes = 0
         self.cached_tokens = 0
         """Prompt tokens of the step's responses that were not computed anew, added up."""
@@ -121,9 +123,11 @@ class SglangEngine:
             host.kill()
             raise
         self._host = host
+        self._has_kv = True
         self.aliased_bytes = answer.body["aliased_bytes"]
         self.copied_bytes = answer.body["copied_bytes"]
         log.info("SGLang is up", extra={"pid": host.pid, **answer.body})
+        self._release_kv()
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -154,8 +158,8 @@ class SglangEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Engine.memory_bytes`: the engine keeps its K/V for as long as it runs."""
-        return self._kv_bytes if self.running else 0
+        """See `Engine.memory_bytes`."""
+        return self._kv_bytes if self.running and self._has_kv else 0
 
     @property
     def finished(self) -> bool:
@@ -180,6 +184,9 @@ class SglangEngine:
             )
         self.prepare()
         self._take_weights(spec.weights_version)
+        if not self._has_kv:
+            self._running_host.ask(Frame(kind=messages.RESUME))
+            self._has_kv = True
         self._spec = spec
         self._order = AdmissionOrder(spec.groups)
         self._iterations = self.cached_tokens = 0
@@ -277,9 +284,11 @@ class SglangEngine:
             self._running_host.ask(Frame(kind=messages.ABORT), meanwhile=lambda _: None)
 
     def release(self) -> None:
-        """See `Engine.release`; the places for K/V stay SGLang's."""
+        """See `Engine.release`; with `release_memory = false` the places stay SGLang's."""
         if not self.finished:
             raise EngineStateInvalid(f"step {self._step.step} is not finished: abort it first")
+        if self.running:
+            self._release_kv()
 
     # ---------------------------------------------------------------- inside
 
@@ -299,6 +308,11 @@ class SglangEngine:
     def _must_admit(self) -> bool:
         """Whether there is a place and a group that takes it."""
         return len(self._groups) < self.capacity and self._order.next_group is not None
+
+    def _release_kv(self) -> None:
+        if self._has_kv and self._settings.release_memory:
+            self._running_host.ask(Frame(kind=messages.RELEASE))
+            self._has_kv = False
 
     def _take_weights(self, version: WeightsVersion) -> None:
         """Have the engine read the weights of a version, and forget what older ones computed.

@@ -36,6 +36,10 @@ DROP = "drop"
 """End a group's requests. `body`: `group`. Not answered; what is on its way still comes."""
 ABORT = "abort"
 """End all requests; the answer comes when none is left, and nothing of them comes after it."""
+RESUME = "resume"
+"""Have memory for keys and values again. Answered."""
+RELEASE = "release"
+"""Give that memory back to the device. Answered, when nothing decodes and it is given back."""
 STOP = "stop"
 """End the engine in order; the answer is the channel's end."""
 
@@ -193,6 +197,7 @@ class EngineSettings:
         context_tokens: longest prompt with its response.
         kv_tokens: places for keys and values.
         memory_fraction: of the GPU's memory, that the engine may come to use.
+        release_memory: whether `RELEASE` will come.
         deterministic: whether logits do not depend on the batch, by SGLang's own kernels.
         arguments: of SGLang's engine, in place of those that follow from the others.
     """
@@ -206,5 +211,6 @@ class EngineSettings:
     context_tokens: int
     kv_tokens: int
     memory_fraction: float
+    release_memory: bool
     deterministic: bool
     arguments: Mapping[str, Any]

@@ -9,7 +9,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.utils import MultiprocessingSerializer
 
 from services.rollout.engines.sglang.host.sampling import Sampler
@@ -23,6 +28,8 @@ from services.rollout.engines.sglang.messages import (
     FAILED,
     LOAD,
     REFRESH,
+    RELEASE,
+    RESUME,
     STOP,
     GroupSampling,
 )
@@ -80,6 +87,11 @@ class Serving:
                 await self._load(frame)
             elif frame.kind == REFRESH:
                 await self._refresh(frame.body["version"])
+            elif frame.kind == RESUME:
+                resume = ResumeMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE])
+                await self._manager.resume_memory_occupation(resume, None)
+            elif frame.kind == RELEASE:
+                await self._release()
             else:
                 assert frame.kind == ABORT
         except Exception as error:  # noqa: BLE001 - the service raises it
@@ -95,6 +107,16 @@ class Serving:
         # SGLang wants a tensor
         tensors = [("version", torch.zeros(1))]
         await self._update(tensors, load_format=REFRESH_LOADER, version=version)
+        await self._flush()
+
+    async def _release(self) -> None:
+        # the scheduler ends itself if it is asked for memory while it still has requests
+        await self._flush()
+        release = ReleaseMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE])
+        await self._manager.release_memory_occupation(release, None)
+
+    async def _flush(self) -> None:
+        """Wait until nothing uses the caches, and empty them. Raises UpdateRefused."""
         flushed = await self._manager.flush_cache(timeout_s=_FLUSH_S)
         if not flushed.success:
             raise UpdateRefused(f"prefix cache not emptied: {flushed}")
