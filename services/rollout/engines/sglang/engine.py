@@ -76,6 +76,8 @@ class SglangEngine:
         self._iterations = 0
         self._heard_s = 0.0
         self._closed = False
+        self._lost = ""
+        """What was the trouble with processes that are being started anew."""
         self._has_kv = False
         """Whether the engine has memory for keys and values."""
         self.aliased_bytes = self.copied_bytes = 0
@@ -97,9 +99,9 @@ class SglangEngine:
     @property
     def trouble(self) -> str:
         """See `Engine.trouble`."""
-        if self._host is None or self._host.running:
-            return ""
-        return f"SGLang's processes ({self._host.pid}) have ended"
+        if self._host is None:
+            return self._lost
+        return "" if self._host.running else f"SGLang's processes ({self._host.pid}) have ended"
 
     def prepare(self) -> None:
         """See `Engine.prepare`: starts the engine's processes if they do not run.
@@ -109,6 +111,7 @@ class SglangEngine:
         """
         if self.running:
             return
+        self._lost = self.trouble
         self._end()
         body, descriptors = self._weights.offer()
         settings = asdict(self._settings)
@@ -123,6 +126,7 @@ class SglangEngine:
             host.kill()
             raise
         self._host = host
+        self._lost = ""
         self._has_kv = True
         self.aliased_bytes = answer.body["aliased_bytes"]
         self.copied_bytes = answer.body["copied_bytes"]
