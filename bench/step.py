@@ -3,7 +3,8 @@
 `python -m bench.step --workload A2 --schedules serial,rollplex,fused --steps 5 --warmup 2
 --device cuda --json out.json --png timeline.png` starts a node of its own and runs every schedule
 on equal weights, prompts and response lengths. A schedule may be named more than once: `serial` at
-the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it.
+the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it. On GPUs
+`disaggregated` needs one more for the rollout, and is measured in a call of its own.
 
 Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
 """
@@ -30,7 +31,7 @@ from bench.step_plan import StepPlan
 from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
 from bench.step_workloads import MODELS, WORKLOADS, Workload, workload
 from common.governor.table import H200, load_table
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.worker.governor import TABLES_FOLDER
 from rollplex.client import Client
 from rollplex.models import Run, RunState
@@ -147,9 +148,17 @@ def graphs_option(text: str) -> int | str:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Of the node."""
     table = None if options.table is None else str(options.table.absolute())
+    apart = {schedule in OWN_WEIGHTS for schedule in options.schedules.split(",")}
+    if options.device == "cuda" and len(apart) > 1:
+        raise SystemExit(
+            f"--schedules {options.schedules}: on GPUs, measure {', '.join(OWN_WEIGHTS)} in a call "
+            "of its own: its rollout has GPUs of its own"
+        )
+    gpus = "own" if apart == {True} else "shared"
     return {
         "governor": options.governor,
         "governor_table": table,
+        "rollout_gpus": gpus,
         "train_tp": options.ranks,
         "rollout_tp": options.ranks,
     }

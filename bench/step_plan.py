@@ -9,7 +9,7 @@ from bench.step_inputs import PER_RESPONSE
 from bench.step_summary import vision_tokens
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
-from rollplex.plan.lifetimes import scheduled
+from rollplex.plan.lifetimes import ONE_BY_ONE, scheduled
 from rollplex.plan.plan import RESTORE_AHEAD_GROUPS, plans
 from rollplex.plan.request import GPU_BYTES, Batch, PlanRequest
 from rollplex.plan.sizes import RESERVE_BYTES, Sizes
@@ -78,7 +78,7 @@ class StepPlan:
             return None
         request = self._request()
         if self.graphs == "all":
-            groups = 1 if schedule == Schedule.SERIAL else request.groups
+            groups = 1 if schedule in ONE_BY_ONE else request.groups
             peak_bytes = scheduled(
                 Sizes(request, fused=request.fused),
                 Schedule(schedule),

@@ -102,6 +102,10 @@ class Deployment(FrozenConfig):
     """Tensor-parallel ranks of the rollout."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
+    rollout_gpus: Literal["shared", "own"] = "shared"
+    """Which GPUs the rollout computes on. shared: those of training, rank by rank. own: as many
+    others, behind those; for recipes with `schedule = "disaggregated"`, and for no others. On a CPU
+    it means nothing."""
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
@@ -156,6 +160,8 @@ class Deployment(FrozenConfig):
     @property
     def governed(self) -> bool:
         """Whether background work runs on shares of the SMs."""
+        if self.apart:
+            return False  # nothing runs beside the decode
         return self.governor == "on" or (self.governor == "auto" and self.device == "cuda")
 
     @property
@@ -207,10 +213,22 @@ class Deployment(FrozenConfig):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
+        """How many GPUs of the node are used."""
         if self.device != "cuda":
             return 0
+        if self.apart:
+            return self.train_tp + self.rollout_tp
         return max(self.ranks(service) for service in WORKERS)
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout and training are on different GPUs."""
+        return self.device == "cuda" and self.rollout_gpus == "own"
+
+    def gpu(self, participant: Participant) -> int:
+        """Which of the node's GPUs a worker computes on, of those that its process sees."""
+        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
+        return behind + participant.rank
 
     @property
     def worker_threads(self) -> int:

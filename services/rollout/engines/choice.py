@@ -10,7 +10,7 @@ from common.config.recipe import EngineName
 from common.config.sglang import SglangConfig
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
-from common.worker.weights import FLAT, POLICY_WEIGHTS
+from common.worker.weights import FLAT
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.messages import EngineSettings
@@ -75,7 +75,7 @@ async def make_engine(
     )
     await memory.take(timeout_s=None)
     if config.weights == "alias":
-        shared = await context.broker.share_storage(context.run_id, POLICY_WEIGHTS)
+        shared = await context.broker.share_storage(context.run_id, weights.name)
     engine = SglangEngine(
         context.engine_python or Path(sys.executable),
         config,

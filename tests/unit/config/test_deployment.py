@@ -201,3 +201,17 @@ def test_background_work_is_governed_where_there_is_a_gpu_or_it_is_asked_for(
     device, governor, governed
 ):
     assert Deployment(node="here", device=device, governor=governor).governed is governed
+
+
+@pytest.mark.parametrize(
+    ("device", "rollout_gpus", "gpus", "of_rollout"),
+    [("cpu", "own", 0, 0), ("cuda", "shared", 1, 0), ("cuda", "own", 2, 1)],
+)
+def test_a_rollout_apart_has_the_gpus_behind_those_of_training(
+    device, rollout_gpus, gpus, of_rollout
+):
+    deployment = Deployment(device=device, rollout_gpus=rollout_gpus)
+    assert deployment.gpus == gpus
+    assert deployment.gpu(Participant(service=Service.ROLLOUT)) == of_rollout
+    assert deployment.gpu(Participant(service=Service.LEARNER)) == 0
+    assert deployment.governed is (device == "cuda" and rollout_gpus == "shared")
