@@ -81,8 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
-    add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
+    add(
+        "--peak-tflops",
+        type=float,
+        default=PEAK_TFLOPS,
+        help="ceiling of a GPU, for the utilisation",
+    )
     add("--data-workers", type=int, default=4)
+    add("--ranks", type=int, default=1, help="of each service: tensor parallel, a GPU each")
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
     add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
     add("--keep", type=Path, help="folder for the runs' files and the services' logs")
@@ -149,7 +155,13 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
             "of its own: its rollout has GPUs of its own"
         )
     gpus = "own" if apart == {True} else "shared"
-    return {"governor": options.governor, "governor_table": table, "rollout_gpus": gpus}
+    return {
+        "governor": options.governor,
+        "governor_table": table,
+        "rollout_gpus": gpus,
+        "train_tp": options.ranks,
+        "rollout_tp": options.ranks,
+    }
 
 
 def _labels(schedules: Sequence[str]) -> dict[str, str]:
@@ -195,17 +207,12 @@ def _report(
                 sizes=sizes,
                 memory=memory,
                 planned=plan.of(labels[label]),
-                peak_tflops=options.peak_tflops,
+                peak_tflops=options.peak_tflops * options.ranks,
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))
-    compare(
-        figures,
-        work=work,
-        seed=SEED,
-        step_numbers=range(options.warmup, options.warmup + options.steps),
-        tables=tables,
-    )
+    timed = range(options.warmup, options.warmup + options.steps)
+    compare(figures, work=work, seed=SEED, step_numbers=timed, tables=tables)
     if options.png is not None and pictured:
         title = f"workload {options.workload}, {options.scale}, {options.device}"
         draw_steps(pictured, memory, options.png, title=title)
@@ -222,6 +229,7 @@ def _report(
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
         "resident": options.resident,
+        "ranks": options.ranks,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
@@ -238,6 +246,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         spill_optimizer=options.device == "cuda" and not options.resident,
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
+        ranks=options.ranks,
     )
 
 

@@ -96,8 +96,8 @@ class Deployment(FrozenConfig):
     redis: RedisPlacement = RedisPlacement()
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each.
-    More than 1 needs device = "cpu" and the same rollout_tp (docs/parallel.md)."""
+    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
+    with device = "cuda" on a GPU each. More than 1 needs the same rollout_tp (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of the rollout."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
@@ -154,16 +154,6 @@ class Deployment(FrozenConfig):
             raise ValueError(
                 f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
                 "equal degrees only; set both to the same number"
-            )
-        if self.train_tp > 1 and self.device != "cpu":
-            raise ValueError(
-                f"train_tp = {self.train_tp} with device = {self.device!r}: several ranks run on "
-                'device = "cpu" only; set train_tp = 1 and rollout_tp = 1'
-            )
-        if self.train_tp > 1 and self.governor == "on":
-            raise ValueError(
-                f'train_tp = {self.train_tp} with governor = "on": jobs of several ranks cannot '
-                'take turns; set governor = "off"'
             )
         return self
 

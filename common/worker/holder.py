@@ -136,6 +136,7 @@ class RunHolder:
                     rendezvous,
                     rank=rank,
                     degree=self._ranks,
+                    device=self._device.torch,
                     collective_timeout_s=ask.recipe.training.step_deadline_s,
                 ),
                 unwanted=TensorRanks.leave,

@@ -12,6 +12,7 @@ from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
+from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
     from services.rollout.engines.protocol import Engine
+    from services.rollout.window_memory import WindowMemory
 
 OPEN_TIMEOUT_S = 120.0
 """Longest wait for the learner to create the policy's storage."""
@@ -50,6 +52,7 @@ class RolloutRun:
         shape: ModelShape,
         model: SplitModel,
         engine: Engine,
+        memory: WindowMemory,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
         rewards: RewardPool,
@@ -64,6 +67,7 @@ class RolloutRun:
         self.shape = shape
         self.model = model
         self.engine = engine
+        self.memory = memory
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.rewards = rewards
@@ -108,13 +112,16 @@ class RolloutRun:
         )
         model = shared_model(context, shape, weights, None)
         token = await SmToken.open(context) if context.governed else None
-        engine = await make_engine(context, shape=shape, weights=weights, model=model, token=token)
+        engine, memory = await make_engine(
+            context, shape=shape, weights=weights, model=model, token=token
+        )
         return cls(
             context,
             weights=weights,
             shape=shape,
             model=model,
             engine=engine,
+            memory=memory,
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
@@ -129,10 +136,17 @@ class RolloutRun:
         return self.engine.trouble
 
     async def prepare(self) -> Prepared:
-        """Have the weights that the learner has, and the engine up."""
+        """Have the weights that the learner has, and the engine up.
+
+        The engine has its memory for keys and values at its start.
+        """
         if self.own is not None:
             await self.own.catch_up()
-        await in_thread(self.engine.prepare)
+        try:
+            await self.memory.take(timeout_s=HOLD_TIMEOUT_S)
+            await in_thread(self.engine.prepare)
+        finally:
+            self.memory.release()
         return Prepared()
 
     def begin(self, scope: StepScope) -> RolloutStep:

@@ -24,6 +24,7 @@ from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
 from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text, whole_prompt
 from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
+from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.threads import in_thread
 from common.worker.weights import KV
 from services.rollout.decode_loop import DecodeLoop
@@ -200,8 +201,10 @@ class RolloutStep:
 
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
-        scope = self._scope
+        scope, memory = self._scope, self._run.memory
         await self._weights_held()
+        scope.keep(memory)
+        await memory.take(timeout_s=HOLD_TIMEOUT_S)
         await self._gate()
         admitting_ns = opened_ns = None
         sampled: list[FinishedGroup] = []
@@ -218,6 +221,7 @@ class RolloutStep:
             for finished in turn.finished:
                 sampled.append(finished)
                 await self._publish(finished, opened_ns or turn.start_ns, turn.end_ns)
+        scope.give_back(memory)
         end_ns = time.monotonic_ns()
         records = self._training and self._run.context.leads
         if records and self._run.context.recipe.training.record_responses:

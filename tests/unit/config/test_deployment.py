@@ -166,11 +166,10 @@ def test_wrong_value_is_named(item, words):
         load_deployment(None, [item])
 
 
-@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
-def test_several_ranks_run_ungoverned_on_the_cpu(item):
-    name, _, value = item.partition("=")
-    with pytest.raises(ConfigError, match=f"train_tp = 2 with {name} = ['\"]{value}"):
-        load_deployment(None, ["train_tp=2", "rollout_tp=2", item])
+def test_several_ranks_have_a_gpu_each_and_are_governed():
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "device=cuda"])
+    assert deployment.gpus == 2
+    assert deployment.governed
 
 
 def test_every_worker_has_the_ranks_of_its_side():
