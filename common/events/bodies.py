@@ -100,8 +100,7 @@ class PrefixEncoded:
 class WindowOpened:
     """The first sequence of the step decodes.
 
-    Its work is what came before: from the first group's admission to the opening, and the vision
-    tower, where the rollout runs its own.
+    Its work is what came before: from the first group's admission to the opening.
     """
 
 

@@ -137,11 +137,12 @@ class PushLink:
 
 
 def _group(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
+    # Both are of one node, and nothing of it is to be reached from outside.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         torch.cuda.set_device(device)
         return dist.ProcessGroupNCCL(store, rank, len(PUSHERS), options)
-    # Both are of one node, and nothing of it is to be reached from outside.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return dist.ProcessGroupGloo(store, rank, len(PUSHERS), timeout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import replace
@@ -55,10 +54,7 @@ class RolloutStep:
         self._inputs: dict[GroupId, list[Lease]] = {}
         self._finished: dict[GroupId, FinishedGroup] = {}
         self._hold: Hold | None = None
-        self._holding = asyncio.Lock()
         self._taking = False
-        self._encoding_ns: int | None = None
-        """When the rollout's own vision tower began."""
         self._recorded = (
             None
             if scope.plan.replay_dir is None
@@ -163,29 +159,18 @@ class RolloutStep:
         (lease,) = await scope.acquire(prompt_lease)
         self._prompts[group] = text = prompt_text(lease)
         self._inputs[group] = [lease]
-        await self._weights_held()
 
-        def encoded() -> torch.Tensor:
+        def encode() -> torch.Tensor:
             with torch.no_grad():
                 return run.model.vision_embeddings(whole_prompt(lease).to(run.context.device))
 
-        vision = await scope.run(Task.DECODE, encoded)
-        self._encoding_ns = self._encoding_ns or vision.span.start_ns
         return GroupRequest(
             group=group,
             prompt=text.without_pixels(run.context.device),
-            vision=vision.value,
+            encode=encode,
             recorded=None if self._recorded is None else self._recorded.responses(group),
             limits=self._limits(group),
         )
-
-    async def _weights_held(self) -> None:
-        """Hold the version that the step is about. Raises WrongVersion."""
-        async with self._holding:
-            if self._hold is None:
-                if self._run.own is not None:
-                    self._run.own.require(self._scope.view.version)
-                self._hold = await self._scope.read(self._run.weights, self._scope.view.version)
 
     def _limits(self, group: GroupId) -> tuple[int, ...] | None:
         if self._lengths is None:
@@ -202,7 +187,9 @@ class RolloutStep:
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
         scope, memory = self._scope, self._run.memory
-        await self._weights_held()
+        if self._run.own is not None:
+            self._run.own.require(scope.view.version)
+        self._hold = await scope.read(self._run.weights, scope.view.version)
         scope.keep(memory)
         await memory.take(timeout_s=HOLD_TIMEOUT_S)
         await self._gate()
@@ -210,7 +197,7 @@ class RolloutStep:
         sampled: list[FinishedGroup] = []
         async for turn in self._loop.turns():
             if turn.admitted and admitting_ns is None:
-                admitting_ns = self._encoding_ns or turn.start_ns
+                admitting_ns = turn.start_ns
             for group in turn.admitted:
                 scope.give_back(*self._inputs.pop(group))
             if turn.decoding and opened_ns is None:

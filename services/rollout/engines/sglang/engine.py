@@ -206,7 +206,7 @@ class SglangEngine:
                 f"group {request.group}: SGLang takes neither recorded responses nor prefix K/V"
             )
         vectors = 0 if request.vision is None else len(request.vision)
-        if vectors != request.prompt.vision_tokens:
+        if request.encode is None and vectors != request.prompt.vision_tokens:
             raise GroupRequestInvalid(
                 f"group {request.group}: {request.prompt.vision_tokens} placeholders for "
                 f"{vectors} vision embeddings"
@@ -231,7 +231,8 @@ class SglangEngine:
         request, spec = self._order.take_next(), self._step
         group = SampledGroup(request.group, spec, request.limits)
         prompt = request.prompt
-        vision = torch.zeros((0, 1)) if request.vision is None else request.vision
+        given = request.embeddings()
+        vision = torch.zeros((0, 1)) if given is None else given
         sampling = GroupSampling(
             group=int(request.group),
             token_ids=prompt.token_ids.cpu(),
