@@ -1,4 +1,4 @@
-"""Whether a recipe can run on the node's tensor-parallel ranks."""
+"""Whether a recipe can run on the node's tensor-parallel ranks, with the engine that it names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what the degree asks of a recipe; nothing with one rank.
+    """Check what degree and engine ask of a recipe and its node.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
     """
     degree = deployment.train_tp
+    if recipe.rollout.engine is EngineName.SGLANG and deployment.engine_python is None:
+        raise InvalidArgument(
+            'rollout.engine = "sglang" on a node without engine_python: SGLang has an environment '
+            "of its own; name its interpreter there (docs/sglang.md)"
+        )
     if degree == 1:
         return
     if recipe.reward.on_error == "drop_group":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -20,8 +21,8 @@ def model(tmp_path):
     return tmp_path
 
 
-def node(degree):
-    return Deployment(train_tp=degree, rollout_tp=degree)
+def node(degree, **settings):
+    return Deployment(train_tp=degree, rollout_tp=degree, **settings)
 
 
 def rewarded(model, on_error):
@@ -53,6 +54,8 @@ def test_sglang_has_one_rank(model):
     functions = [{"function": "rollplex.verify.task:checksum_reward"}]
     reward = {"functions": functions, "on_error": "stop"}
     wanted = recipe(model, reward=reward, rollout=table)
-    check_ranks(wanted, node(1))
-    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang"'):
-        check_ranks(wanted, node(2))
+    check_ranks(wanted, node(1, engine_python=sys.executable))
+    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*train_tp = 2'):
+        check_ranks(wanted, node(2, engine_python=sys.executable))
+    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
+        check_ranks(wanted, node(1))
