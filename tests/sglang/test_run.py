@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.errors import DeadlineExceeded
 from common.step.schedule import Schedule
 from common.vlm.initialise import initialise, load_spec
 from rollplex.models import RunState
@@ -68,9 +69,10 @@ async def test_a_run_trains_with_a_tower_that_changes(lab):
         "sglang": recipe(lab.model, Schedule.ROLLPLEX, rollout=ROLLOUT),
         "native": recipe(lab.model, Schedule.ROLLPLEX, rollout=native),
     }
-    watch = asyncio.create_task(reserved(lab.node))
+    over = asyncio.Event()
+    watch = asyncio.create_task(reserved(lab.node, over))
     run, other = await lab.succeeded(wanted)
-    watch.cancel()
+    over.set()
     assert len(run.steps) == 3
     for step, theirs in zip(run.steps, other.steps, strict=True):
         assert 0 < step["metrics"]["mismatch_abs_max"] < BOUND
@@ -108,22 +110,23 @@ async def test_a_run_outlives_its_engine(lab):
         assert 0 < step["metrics"]["mismatch_abs_max"] < BOUND
 
 
-async def reserved(node: Node) -> dict[str, list[int]]:
+async def reserved(node: Node, over: asyncio.Event) -> dict[str, list[int]]:
     """By run, the sizes that the engine's reservation has one after the other."""
     sizes: dict[str, list[int]] = {}
     async with node.broker() as stub:
-        try:
-            while True:
+        while not over.is_set():
+            await asyncio.sleep(POLL_S)
+            try:
                 entries = await node.entries(stub)
-                now = {entry.run_id: entry.bytes for entry in entries if entry.name == RESERVATION}
-                loaded = {entry.run_id for entry in entries if entry.name == "policy.weights"}
-                for run_id in now | dict.fromkeys(loaded & sizes.keys(), 0):
-                    seen = sizes.setdefault(run_id, [])
-                    if seen[-1:] != [now.get(run_id, 0)]:
-                        seen.append(now.get(run_id, 0))
-                await asyncio.sleep(POLL_S)
-        except asyncio.CancelledError:
-            return sizes
+            except DeadlineExceeded:
+                continue
+            now = {entry.run_id: entry.bytes for entry in entries if entry.name == RESERVATION}
+            loaded = {entry.run_id for entry in entries if entry.name == "policy.weights"}
+            for run_id in now.keys() | (loaded & sizes.keys()):
+                seen = sizes.setdefault(run_id, [])
+                if seen[-1:] != [now.get(run_id, 0)]:
+                    seen.append(now.get(run_id, 0))
+    return sizes
 
 
 async def unhealthy(client: Client, reason: str) -> None:
