@@ -96,12 +96,16 @@ class Deployment(FrozenConfig):
     redis: RedisPlacement = RedisPlacement()
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each.
-    More than 1 needs device = "cpu" and the same rollout_tp (docs/parallel.md)."""
+    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
+    with device = "cuda" on a GPU each. More than 1 needs the same rollout_tp (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of the rollout."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
+    rollout_gpus: Literal["shared", "own"] = "shared"
+    """Which GPUs the rollout computes on. shared: those of training, rank by rank. own: as many
+    others, behind those; for recipes with `schedule = "disaggregated"`, and for no others. On a CPU
+    it means nothing."""
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
@@ -151,21 +155,13 @@ class Deployment(FrozenConfig):
                 f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
                 "equal degrees only; set both to the same number"
             )
-        if self.train_tp > 1 and self.device != "cpu":
-            raise ValueError(
-                f"train_tp = {self.train_tp} with device = {self.device!r}: several ranks run on "
-                'device = "cpu" only; set train_tp = 1 and rollout_tp = 1'
-            )
-        if self.train_tp > 1 and self.governor == "on":
-            raise ValueError(
-                f'train_tp = {self.train_tp} with governor = "on": jobs of several ranks cannot '
-                'take turns; set governor = "off"'
-            )
         return self
 
     @property
     def governed(self) -> bool:
         """Whether background work runs on shares of the SMs."""
+        if self.apart:
+            return False  # nothing runs beside the decode
         return self.governor == "on" or (self.governor == "auto" and self.device == "cuda")
 
     @property
@@ -217,10 +213,22 @@ class Deployment(FrozenConfig):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
+        """How many GPUs of the node are used."""
         if self.device != "cuda":
             return 0
+        if self.apart:
+            return self.train_tp + self.rollout_tp
         return max(self.ranks(service) for service in WORKERS)
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout and training are on different GPUs."""
+        return self.device == "cuda" and self.rollout_gpus == "own"
+
+    def gpu(self, participant: Participant) -> int:
+        """Which of the node's GPUs a worker computes on, of those that its process sees."""
+        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
+        return behind + participant.rank
 
     @property
     def worker_threads(self) -> int:

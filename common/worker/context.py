@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
+    from common.worker.push_link import PushLink
     from common.worker.ranks import TensorRanks
 
 DTYPES: dict[str, torch.dtype] = {
@@ -45,6 +46,8 @@ class RunContext:
     """Whether background work runs on shares of the GPU's SMs."""
     tensor: TensorRanks | None = None
     """The service's ranks; None: this is the only one."""
+    push: PushLink | None = None
+    """Of a rank of learner and rollout, where the latter has weights of its own, to the other."""
 
     @property
     def degree(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether a recipe can run on the node's tensor-parallel ranks, with the engine that it names."""
+"""Whether a recipe can run on the node's ranks, where these are, and with its engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
 from common.errors import InvalidArgument
+from common.step.schedule import OWN_WEIGHTS
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
 
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what degree and engine ask of a recipe and its node.
+    """Check what sets of GPUs, the engine and the degree ask of a recipe.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
     """
+    if deployment.device == "cuda":
+        _check_gpus(recipe, deployment)
     degree = deployment.train_tp
     if recipe.rollout.engine is EngineName.SGLANG and deployment.engine_python is None:
         raise InvalidArgument(
@@ -41,3 +44,15 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
         )
     for path in {recipe.model.path, recipe.model.reference_path or recipe.model.path}:
         check_degree(read_shape(str(path)), degree)
+
+
+def _check_gpus(recipe: Recipe, deployment: Deployment) -> None:
+    """Whoever shares weights is on one GPU; whoever does not is on two."""
+    schedule = recipe.training.schedule
+    if (schedule in OWN_WEIGHTS) == deployment.apart:
+        return
+    gpus = "own" if schedule in OWN_WEIGHTS else "shared"
+    raise InvalidArgument(
+        f'training.schedule = "{schedule}" on a node with rollout_gpus = '
+        f'"{deployment.rollout_gpus}": it needs rollout_gpus = "{gpus}" (deployment)'
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
 from common.weights.cuts import cuts
 
@@ -90,6 +91,8 @@ def needed_bytes(recipe: Recipe, *, device: str, ranks: int) -> dict[str, int]:
         "policy.optimizer": _optimizer_bytes(recipe, trainable, state, device=device, ranks=ranks),
         "policy.gradients": trainable * master,
     }
+    if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
+        needed["rollout.weights"] = policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = reference.total * compute
     return needed

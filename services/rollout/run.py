@@ -18,6 +18,7 @@ from common.worker.threads import in_thread
 from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
 from common.worker.work import Prepared, ReadWeights
 from services.rollout.engines.choice import make_engine
+from services.rollout.own_weights import OwnWeights
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
 from services.rollout.stop_tokens import stop_token_ids
@@ -57,9 +58,12 @@ class RolloutRun:
         rewards: RewardPool,
         live: LiveDecode,
         token: SmToken | None,
+        own: OwnWeights | None,
     ) -> None:
+        """Args: own: `weights`, where they are no storage of the learner's."""
         self.context = context
         self.weights = weights
+        self.own = own
         self.shape = shape
         self.model = model
         self.engine = engine
@@ -82,7 +86,7 @@ class RolloutRun:
 
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
-        """Attach to the policy's weights; rank 0 starts the reward workers."""
+        """Attach to the policy's weights, or make a copy; rank 0 starts the reward workers."""
         rewards = RewardPool(context.recipe.reward)
         try:
             if context.leads:
@@ -95,10 +99,14 @@ class RolloutRun:
     @classmethod
     async def _load(cls, context: RunContext, rewards: RewardPool) -> RolloutRun:
         recipe = context.recipe
-        weights = await context.broker.open_storage(
-            context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
-        )
         shape = policy_shape(context)
+        own: OwnWeights | None = None
+        if context.push is not None:
+            weights, own = await OwnWeights.open(context, shape.layout)
+        else:
+            weights = await context.broker.open_storage(
+                context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
+            )
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
@@ -119,6 +127,7 @@ class RolloutRun:
             rewards=rewards,
             live=await LiveDecode.open(context) if context.governed else LiveDecode.private(),
             token=token,
+            own=own,
         )
 
     @property
@@ -127,7 +136,12 @@ class RolloutRun:
         return self.engine.trouble
 
     async def prepare(self) -> Prepared:
-        """Have the engine up, which has its memory for keys and values at its start."""
+        """Have the weights that the learner has, and the engine up.
+
+        The engine has its memory for keys and values at its start.
+        """
+        if self.own is not None:
+            await self.own.catch_up()
         try:
             await self.memory.take(timeout_s=HOLD_TIMEOUT_S)
             await in_thread(self.engine.prepare)

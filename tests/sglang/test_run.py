@@ -79,9 +79,9 @@ async def test_a_run_trains_with_a_tower_that_changes(lab):
         for name in ("reward_mean", "response_tokens"):
             assert step["metrics"][name] == theirs["metrics"][name]
     sizes = (await watch)[run.run.run_id]
-    assert len(set(sizes)) == 2
-    # while the engine started, and in the window of each step
-    assert sizes.count(max(sizes)) == sizes.count(0) == 4
+    assert set(sizes) == {0, max(sizes)}
+    # in the window of each step, and not between them
+    assert sizes.count(max(sizes)) >= 3
 
 
 async def test_a_run_outlives_its_engine(lab):

@@ -8,7 +8,7 @@ from common.config.recipe import EngineName
 from common.config.sglang import SglangConfig
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
-from common.worker.weights import FLAT, POLICY_WEIGHTS
+from common.worker.weights import FLAT
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.messages import EngineSettings
@@ -51,7 +51,8 @@ async def make_engine(
         native = NativeEngine(
             model,
             max_slots=recipe.rollout.max_slots,
-            beside=None if token is None else lambda: token.share > 0,
+            # Ranks would see it at different moments, and launch different kernels.
+            beside=None if token is None or context.tensor is not None else token.is_taken,
         )
         return native, WindowMemory(context.broker, context.run_id)
     assert context.engine_python is not None, "the controller has looked for it"
@@ -73,7 +74,7 @@ async def make_engine(
     )
     await memory.take(timeout_s=None)
     if config.weights == "alias":
-        shared = await context.broker.share_storage(context.run_id, POLICY_WEIGHTS)
+        shared = await context.broker.share_storage(context.run_id, weights.name)
     engine = SglangEngine(
         context.engine_python,
         config,

@@ -9,6 +9,7 @@ import pytest
 
 from common.config.deployment import Deployment
 from common.errors import InvalidArgument
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.vlm.errors import DegreeInvalid
 from common.vlm.tiny import tiny_config
 from services.controller.ranks import check_ranks
@@ -59,3 +60,13 @@ def test_sglang_has_one_rank(model):
         check_ranks(wanted, node(2, engine_python=sys.executable))
     with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
         check_ranks(wanted, node(1))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_rollout_shares_gpus_where_it_shares_weights(tmp_path, schedule):
+    right, wrong = ("own", "shared") if schedule in OWN_WEIGHTS else ("shared", "own")
+    wanted = recipe(tmp_path / "absent", schedule)
+    check_ranks(wanted, node(1, device="cuda", rollout_gpus=right))
+    with pytest.raises(InvalidArgument, match=f'"{schedule}".*needs rollout_gpus = "{right}"'):
+        check_ranks(wanted, node(1, device="cuda", rollout_gpus=wrong))
+    check_ranks(wanted, node(1, rollout_gpus=wrong))
