@@ -137,7 +137,7 @@ class Deployment(FrozenConfig):
     bit only then. Unset: the node's cores divided among the workers, at least 1."""
     engine_python: Path | None = None
     """Python interpreter of the environment that has SGLang, which runs the engine of recipes with
-    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: the services' own."""
+    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: those are refused."""
     deadlines: Deadlines = Deadlines()
     """How long things may take."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,4 +1,4 @@
-"""Whether a recipe can run on the node's ranks, and where these are."""
+"""Whether a recipe can run on the node's ranks, where these are, and with its engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what sets of GPUs and the degree ask of a recipe; nothing with one rank on a CPU.
+    """Check what sets of GPUs, the engine and the degree ask of a recipe.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
@@ -24,6 +24,11 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     if deployment.device == "cuda":
         _check_gpus(recipe, deployment)
     degree = deployment.train_tp
+    if recipe.rollout.engine is EngineName.SGLANG and deployment.engine_python is None:
+        raise InvalidArgument(
+            'rollout.engine = "sglang" on a node without engine_python: SGLang has an environment '
+            "of its own; name its interpreter there (docs/sglang.md)"
+        )
     if degree == 1:
         return
     if recipe.reward.on_error == "drop_group":

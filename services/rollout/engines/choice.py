@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
@@ -57,6 +55,7 @@ async def make_engine(
             beside=None if token is None or context.tensor is not None else token.is_taken,
         )
         return native, WindowMemory(context.broker, context.run_id)
+    assert context.engine_python is not None, "the controller has looked for it"
     config = recipe.rollout.sglang or SglangConfig()
     text = text_config(shape.config)
     settings = _settings(context, config)
@@ -77,7 +76,7 @@ async def make_engine(
     if config.weights == "alias":
         shared = await context.broker.share_storage(context.run_id, weights.name)
     engine = SglangEngine(
-        context.engine_python or Path(sys.executable),
+        context.engine_python,
         config,
         settings,
         OfferedWeights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -54,9 +55,11 @@ def test_sglang_has_one_rank(model):
     functions = [{"function": "rollplex.verify.task:checksum_reward"}]
     reward = {"functions": functions, "on_error": "stop"}
     wanted = recipe(model, reward=reward, rollout=table)
-    check_ranks(wanted, node(1))
-    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang"'):
-        check_ranks(wanted, node(2))
+    check_ranks(wanted, node(1, engine_python=sys.executable))
+    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*train_tp = 2'):
+        check_ranks(wanted, node(2, engine_python=sys.executable))
+    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
+        check_ranks(wanted, node(1))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
