@@ -164,6 +164,21 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRefreshed:
+    """A rank of the rollout has the step's weights, where training has another degree."""
+
+    weights_version: WeightsVersion
+    alias_bytes: int
+    """Read where training wrote them."""
+    gather_bytes: int
+    """Copied into memory shared with training."""
+    rebuild_bytes: int
+    """Copied into memory of the rank's own."""
+    seconds: float
+    """Of the copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AheadDone:
     """A result for a prompt of the next step lies in the sender's process.
 
@@ -239,6 +254,7 @@ Body = (
     | ResponsesTrained
     | PrefixBackpropagated
     | WeightsPublished
+    | WeightsRefreshed
     | AheadDone
     | TaskFailed
     | TaskCommanded
@@ -254,8 +270,9 @@ FOR_ALL_RANKS: frozenset[type] = frozenset(
         GroupDropped,
         GroupRewarded,
         WeightsPublished,
+        WeightsRefreshed,
         TaskFailed,
         TaskCommanded,
     }
 )
-"""What is about every rank, whoever says it; the rest is about the sender's rank alone."""
+"""What every rank takes in, whoever says it; the rest is for those who read the sender's rank."""

@@ -103,6 +103,7 @@ class RunHolder:
             engine_python=self._deployment.engine_python,
             governed=self._deployment.governed,
             tensor=await self._join(ask) if self._ranks > 1 else None,
+            partners=self._deployment.partners,
         )
         if self.context.governed and self._participant.service in BACKGROUND:
             self.governor = await _governor(self.context, self._deployment.governor_table)

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
 from common.errors import InvalidArgument
+from common.ids import Service
+from common.layouts.heads import nested_heads
+from common.layouts.rows import Cut
+from common.step.schedule import PREFILL_FROM_LEASE, Schedule
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
 
@@ -15,24 +19,50 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what the degree asks of a recipe; nothing with one rank.
+    """Check what the degrees ask of a recipe; nothing where all services have one rank.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
     """
-    degree = deployment.train_tp
-    if degree == 1:
+    train, rollout = deployment.train_tp, deployment.rollout_tp
+    if train == rollout == 1:
         return
+    here = f"on a node with train_tp = {train} and rollout_tp = {rollout}"
     if recipe.reward.on_error == "drop_group":
         raise InvalidArgument(
-            'reward.on_error = "drop_group" on a node with train_tp = '
-            f"{degree}: ranks cannot drop a group that they work on; legal are "
-            '"default" and "stop"'
+            f'reward.on_error = "drop_group" {here}: ranks cannot drop a group that they work on; '
+            'legal are "default" and "stop"'
         )
     if recipe.rollout.engine is EngineName.SGLANG:
         raise InvalidArgument(
-            f'rollout.engine = "sglang" on a node with train_tp = {degree}: SGLang is run without '
-            'tensor parallelism; legal is "native"'
+            f'rollout.engine = "sglang" {here}: SGLang is run without tensor parallelism; legal is '
+            '"native"'
         )
-    for path in {recipe.model.path, recipe.model.reference_path or recipe.model.path}:
-        check_degree(read_shape(str(path)), degree)
+    shape = read_shape(str(recipe.model.path))
+    check_degree(shape, train)
+    check_degree(shape, rollout)
+    if recipe.model.reference_path is not None:
+        check_degree(read_shape(str(recipe.model.reference_path)), train)
+    schedule = recipe.training.schedule
+    if schedule in PREFILL_FROM_LEASE and not _nests(shape.kv_heads, deployment):
+        legal = ", ".join(f'"{one}"' for one in Schedule if one not in PREFILL_FROM_LEASE)
+        raise InvalidArgument(
+            f'training.schedule = "{schedule}" {here}: its rollout begins from the K/V of one rank '
+            f"of training, and of {shape.kv_heads} key/value heads a rank of the rollout has some "
+            f"that this one lacks; legal are {legal}, or a rollout_tp that is a multiple of "
+            "train_tp"
+        )
+
+
+def _nests(kv_heads: int, deployment: Deployment) -> bool:
+    """Whether each rank of the rollout has key/value heads of the one rank that it reads only."""
+    partners = deployment.partners
+    return all(
+        nested_heads(
+            kv_heads,
+            reader=Cut(one.rank, deployment.rollout_tp),
+            holder=Cut(partners.partner(one, Service.PREFIX_ENCODER).rank, deployment.train_tp),
+        )
+        is not None
+        for one in partners.all(Service.ROLLOUT)
+    )

@@ -64,7 +64,7 @@ class LearnerStorages:
             POLICY_WEIGHTS: flat_spec(
                 layout.total_elements,
                 context.dtype,
-                readers=(me, encoder, context.peer(Service.ROLLOUT)),
+                readers=(me, encoder, *context.partners.all(Service.ROLLOUT)),
                 writers=(me,),
             ),
             POLICY_GRADIENTS: flat_spec(

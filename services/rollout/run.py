@@ -14,9 +14,16 @@ from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
 from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
-from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
+from common.worker.weights import (
+    POLICY_WEIGHTS,
+    ModelShape,
+    policy_shape,
+    resharded_model,
+    shared_model,
+)
 from common.worker.work import Prepared, ReadWeights
 from services.rollout.engines.choice import make_engine
+from services.rollout.resharded import OPEN_TIMEOUT_S, ReshardedWeights
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
 from services.rollout.stop_tokens import stop_token_ids
@@ -30,8 +37,6 @@ if TYPE_CHECKING:
     from common.worker.scope import StepScope
     from services.rollout.engines.protocol import Engine
 
-OPEN_TIMEOUT_S = 120.0
-"""Longest wait for the learner to create the policy's storage."""
 UNBOUNDED = 1 << 30
 """Width of lanes whose own limit lies elsewhere: the engine's slots, the reward pool's queue."""
 
@@ -45,7 +50,7 @@ class RolloutRun:
         self,
         context: RunContext,
         *,
-        weights: Storage,
+        weights: Storage | ReshardedWeights,
         shape: ModelShape,
         model: SplitModel,
         engine: Engine,
@@ -90,15 +95,11 @@ class RolloutRun:
 
     @classmethod
     async def _load(cls, context: RunContext, rewards: RewardPool) -> RolloutRun:
-        recipe = context.recipe
-        weights = await context.broker.open_storage(
-            context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
-        )
-        shape = policy_shape(context)
+        recipe, shape = context.recipe, policy_shape(context)
+        weights, model = await _policy(context, shape)
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
-        model = shared_model(context, shape, weights, None)
         token = await SmToken.open(context) if context.governed else None
         engine = await make_engine(context, shape=shape, weights=weights, model=model, token=token)
         return cls(
@@ -130,7 +131,14 @@ class RolloutRun:
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, as the engine reads them."""
-        return (ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.model),)
+        return (
+            ReadWeights(
+                role=ModelRole.POLICY,
+                storage=self.weights,
+                model=self.model,
+                pieces=self.shape.pieces,
+            ),
+        )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The rollout has nothing to save."""
@@ -144,3 +152,15 @@ class RolloutRun:
         if self._token is not None:
             self._token.close()
         self.weights.close()
+
+
+async def _policy(
+    context: RunContext, shape: ModelShape
+) -> tuple[Storage | ReshardedWeights, SplitModel]:
+    """The policy's weights as this rank reads them, and the model whose parameters they are."""
+    if context.degree != context.partners.count(Service.LEARNER):
+        resharded = await ReshardedWeights.open(context, shape)
+        return resharded, resharded_model(context, shape, resharded.tensors)
+    name = context.storage_name(POLICY_WEIGHTS)
+    storage = await context.broker.open_storage(context.run_id, name, timeout_s=OPEN_TIMEOUT_S)
+    return storage, shared_model(context, shape, storage, None)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, LeaseId, Participant, Service
+from common.layouts.heads import nested_heads
+from common.layouts.rows import Cut
 from common.rl.lengths import response_lengths
 from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
@@ -17,6 +19,7 @@ from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
+from common.vlm.loading import text_config
 from common.vlm.prefix import PrefixKV
 from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text
 from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
@@ -26,6 +29,7 @@ from services.rollout.decode_loop import DecodeLoop
 from services.rollout.engines.gate import NEW_TOKENS, gate_step, logprob_gate
 from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
 from services.rollout.recording import Recording
+from services.rollout.resharded import ReshardedHold
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from common.tensors.lease import Lease
-    from common.tensors.storage import Hold
     from common.worker.scope import StepScope
+    from common.worker.work import HeldRead
     from services.rollout.run import RolloutRun
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ class RolloutStep:
         self._prompts: dict[GroupId, PromptText] = {}
         self._inputs: dict[GroupId, list[Lease]] = {}
         self._finished: dict[GroupId, FinishedGroup] = {}
-        self._hold: Hold | None = None
+        self._hold: HeldRead | None = None
         self._recorded = (
             None
             if scope.plan.replay_dir is None
@@ -134,13 +138,27 @@ class RolloutStep:
         return GroupRequest(
             group=group,
             prompt=text.without_pixels(self._run.context.device),
-            prefix=PrefixKV.unpack(tensor_view(leases[1], KV)) if from_lease else None,
+            prefix=self._prefix(leases[1]) if from_lease else None,
             vision=(
                 tensor_view(leases[1], EMBEDDINGS) if extra is not None and not from_lease else None
             ),
             recorded=None if self._recorded is None else self._recorded.responses(group),
             limits=self._limits(group),
         )
+
+    def _prefix(self, lease: Lease) -> PrefixKV:
+        """This rank's key/value heads of those in the lease, as views of it."""
+        context = self._run.context
+        heads = nested_heads(
+            text_config(self._run.shape.config).num_key_value_heads,
+            reader=Cut(context.participant.rank, context.degree),
+            holder=Cut(
+                context.peer(Service.PREFIX_ENCODER).rank,
+                context.partners.count(Service.PREFIX_ENCODER),
+            ),
+        )
+        assert heads is not None, "a run that prefills from leases is refused where none nest"
+        return PrefixKV.unpack(tensor_view(lease, KV)[:, :, slice(*heads)])
 
     def _limits(self, group: GroupId) -> tuple[int, ...] | None:
         if self._lengths is None:
@@ -158,6 +176,16 @@ class RolloutStep:
         """Decode all groups of the step; publishes the window and each finished group in order."""
         scope = self._scope
         self._hold = await scope.read(self._run.weights, scope.view.version)
+        if isinstance(self._hold, ReshardedHold):
+            done = self._hold.refreshed
+            body = bodies.WeightsRefreshed(
+                alias_bytes=done.alias_bytes,
+                gather_bytes=done.gather_bytes,
+                rebuild_bytes=done.rebuild_bytes,
+                seconds=done.seconds,
+                weights_version=scope.view.version,
+            )
+            await scope.publish(body)
         await self._gate()
         admitting_ns = opened_ns = None
         sampled: list[FinishedGroup] = []
@@ -232,9 +260,10 @@ class RolloutStep:
     def _readers(self) -> list[Participant]:
         if not self._training:
             return []
-        readers = [self._run.context.peer(Service.LEARNER)]
-        if self._run.context.recipe.needs_reference:
-            readers.append(self._run.context.peer(Service.REFERENCE))
+        context = self._run.context
+        readers = [*context.readers(Service.LEARNER)]
+        if context.recipe.needs_reference:
+            readers += context.readers(Service.REFERENCE)
         return readers
 
     # ---------------------------------------------------------------- rewards

@@ -8,6 +8,7 @@ import pytest
 
 from common.config.deployment import Deployment
 from common.errors import InvalidArgument
+from common.step.schedule import Schedule
 from common.vlm.errors import DegreeInvalid
 from common.vlm.tiny import tiny_config
 from services.controller.ranks import check_ranks
@@ -20,13 +21,17 @@ def model(tmp_path):
     return tmp_path
 
 
-def node(degree):
-    return Deployment(train_tp=degree, rollout_tp=degree)
+def node(train_tp, rollout_tp=None):
+    return Deployment(train_tp=train_tp, rollout_tp=rollout_tp or train_tp)
 
 
 def rewarded(model, on_error):
     functions = [{"function": "rollplex.verify.task:checksum_reward"}]
     return recipe(model, reward={"functions": functions, "on_error": on_error})
+
+
+def scheduled(model, schedule):
+    return recipe(model, schedule, reward=rewarded(model, "stop").reward.model_dump())
 
 
 def test_one_rank_asks_for_nothing(tmp_path):
@@ -43,9 +48,26 @@ def test_dropping_groups_is_refused_by_name(model):
         check_ranks(rewarded(model, "drop_group"), node(2))
 
 
-def test_a_degree_that_does_not_divide_the_model_is_refused(model):
+@pytest.mark.parametrize("degrees", [(7, 7), (1, 7), (7, 1)], ids=str)
+def test_a_degree_that_does_not_divide_the_model_is_refused(model, degrees):
     with pytest.raises(DegreeInvalid, match="tensor-parallel degree = 7"):
-        check_ranks(rewarded(model, "stop"), node(7))
+        check_ranks(rewarded(model, "stop"), node(*degrees))
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 4), (2, 4), (4, 2), (4, 4)], ids=str)
+def test_fused_is_legal_where_key_value_heads_nest(model, degrees):
+    """Of two heads, each of four ranks has one."""
+    check_ranks(scheduled(model, Schedule.FUSED), node(*degrees))
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (4, 1)], ids=str)
+def test_fused_is_refused_where_key_value_heads_do_not_nest(model, degrees):
+    train, rollout = degrees
+    for schedule in (Schedule.SERIAL, Schedule.ROLLPLEX):
+        check_ranks(scheduled(model, schedule), node(*degrees))
+    refused = rf'"fused" on a node with train_tp = {train} and rollout_tp = {rollout}: .*"rollplex"'
+    with pytest.raises(InvalidArgument, match=refused):
+        check_ranks(scheduled(model, Schedule.FUSED), node(*degrees))
 
 
 def test_sglang_has_one_rank(model):

@@ -72,6 +72,13 @@ BODIES = [
     bodies.PrefixBackpropagated(),
     bodies.PrefixBackpropagated(recomputed=True, recompute_s=0.25),
     bodies.WeightsPublished(weights_version=WeightsVersion(4), metrics={"norm": 0.5}),
+    bodies.WeightsRefreshed(
+        weights_version=WeightsVersion(4),
+        alias_bytes=1,
+        gather_bytes=2,
+        rebuild_bytes=3,
+        seconds=0.5,
+    ),
     bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),
     bodies.TaskFailed(task="update", code="internal", type="X", message="m", retryable=True),
     bodies.TaskCommanded(number=3, task=Task.REFERENCE_SCORE, group=GroupId(0)),
