@@ -91,6 +91,7 @@ class ReshardedWeights:
 
     def __init__(
         self,
+        tensors: Mapping[str, torch.Tensor],
         shared: Mapping[int, Storage],
         own: Storage | None,
         resharding: DirectResharding,
@@ -98,7 +99,7 @@ class ReshardedWeights:
         alias_bytes: int,
     ) -> None:
         """Args: shared: by rank of training. own: None: nothing is rebuilt."""
-        self.tensors = resharding.targets
+        self.tensors = tensors
         self._shared = shared
         self._own = own
         self._resharding = resharding
@@ -131,7 +132,10 @@ class ReshardedWeights:
             shared[rank] = await broker.open_storage(run_id, name, timeout_s=OPEN_TIMEOUT_S)
             parts = shards(shape.whole, model, rank=rank, degree=degree)
             layout = rank_layout(shape.whole, parts, rank=rank, degree=degree)
-            sources[rank] = views(tensor_view(shared[rank], FLAT), layout)
+            sources[rank] = {
+                name: _matrix(one)
+                for name, one in views(tensor_view(shared[rank], FLAT), layout).items()
+            }
         own, own_E = None, torch.empty(0, dtype=context.dtype)
         if elements := own_elements(sharing):
             spec = flat_spec(elements, context.dtype, readers=(me,), writers=(me,))
@@ -139,7 +143,12 @@ class ReshardedWeights:
             own = await broker.open_storage(run_id, name, create=spec)
             own_E = tensor_view(own, FLAT)
         resharding = DirectResharding(plan, sharing, sources, own_E)
-        return cls(shared, own, resharding, alias_bytes=sharing.alias_bytes)
+        tensors = {
+            entry.name: resharding.targets[entry.name].view(entry.shape)
+            for entry in shape.layout.entries
+            if entry.name in resharding.targets
+        }
+        return cls(tensors, shared, own, resharding, alias_bytes=sharing.alias_bytes)
 
     async def hold_read(
         self, version: WeightsVersion, *, timeout_s: float = 60.0, passing: bool = False
@@ -189,3 +198,8 @@ class ReshardedWeights:
         for storage in (*self._shared.values(), self._own):
             if storage is not None:
                 storage.close()
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """As layouts have it: no tensor has more than two axes; the first one stays."""
+    return tensor.flatten(1) if tensor.dim() > 2 else tensor

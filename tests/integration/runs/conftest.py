@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TIGHT_ROOM_BYTES = 1_700_000
+DEGREES = ((2, 1), (1, 2))
+"""Of training and of the rollout."""
+VOCABULARY = 368
+"""Divided by any number of ranks here."""
 SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 
 
@@ -28,6 +32,16 @@ SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     initialise(load_spec(SPEC), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that several ranks can split."""
+    spec = load_spec(SPEC)
+    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
+    folder = tmp_path_factory.mktemp("divided") / "tiny"
+    initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder)
     return folder
 
 
@@ -57,6 +71,15 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, with two ranks of each service that computes."""
     deadlines = Deadlines(start_s=300.0)
     with _running(request, train_tp=2, rollout_tp=2, deadlines=deadlines) as node:
+        yield node
+
+
+@pytest.fixture(scope="module", params=DEGREES, ids=lambda degrees: "to".join(map(str, degrees)))
+def unequal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, whose rollout has another degree than training."""
+    train_tp, rollout_tp = request.param
+    deadlines = Deadlines(start_s=300.0)
+    with _running(request, train_tp=train_tp, rollout_tp=rollout_tp, deadlines=deadlines) as node:
         yield node
 
 
@@ -91,6 +114,7 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "mortal_node",
         "governed_node",
         "parallel_node",
+        "unequal_node",
         "tight_node",
         "faulty_node",
     ):
