@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from types import TracebackType
 
     from common.events.bodies import ModelRole
     from common.ids import Epoch, GroupId, WeightsVersion
@@ -38,7 +39,12 @@ class HeldRead(Protocol):
     def __enter__(self) -> Self:
         """Released at the end of the block."""
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Let go."""
 
 

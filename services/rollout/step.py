@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from common.tensors.lease import Lease
     from common.worker.scope import StepScope
-    from common.worker.work import HeldRead
+    from common.worker.work import HeldRead, HeldWeights
     from services.rollout.run import RolloutRun
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,8 @@ class RolloutStep:
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
         scope = self._scope
-        self._hold = await scope.read(self._run.weights, scope.view.version)
+        weights: HeldWeights[HeldRead] = self._run.weights
+        self._hold = await scope.read(weights, scope.view.version)
         if isinstance(self._hold, ReshardedHold):
             done = self._hold.refreshed
             body = bodies.WeightsRefreshed(

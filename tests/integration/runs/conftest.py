@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TIGHT_ROOM_BYTES = 1_700_000
 DEGREES = ((2, 1), (1, 2))
+WIDE_DEGREES = ((4, 1), (4, 2), (2, 4))
 """Of training and of the rollout."""
 VOCABULARY = 368
 """Divided by any number of ranks here."""
@@ -74,12 +75,22 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
         yield node
 
 
-@pytest.fixture(scope="module", params=DEGREES, ids=lambda degrees: "to".join(map(str, degrees)))
+def between(degrees: tuple[int, int]) -> str:
+    """The name of a test's parameter."""
+    return "to".join(map(str, degrees))
+
+
+@pytest.fixture(scope="module", params=DEGREES, ids=between)
 def unequal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, whose rollout has another degree than training."""
-    train_tp, rollout_tp = request.param
-    deadlines = Deadlines(start_s=300.0)
-    with _running(request, train_tp=train_tp, rollout_tp=rollout_tp, deadlines=deadlines) as node:
+    with _unequal(request) as node:
+        yield node
+
+
+@pytest.fixture(scope="module", params=WIDE_DEGREES, ids=between)
+def wide_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """As `unequal_node`, of more processes."""
+    with _unequal(request) as node:
         yield node
 
 
@@ -115,6 +126,7 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "governed_node",
         "parallel_node",
         "unequal_node",
+        "wide_node",
         "tight_node",
         "faulty_node",
     ):
@@ -135,6 +147,14 @@ async def _stop_all(node: Node) -> None:
             if not run.state.ended:
                 await client.stop(run.run_id)
                 await client.wait_run(run.run_id)
+
+
+@contextmanager
+def _unequal(request: pytest.FixtureRequest) -> Iterator[Node]:
+    train_tp, rollout_tp = request.param
+    deadlines = Deadlines(start_s=300.0)
+    with _running(request, train_tp=train_tp, rollout_tp=rollout_tp, deadlines=deadlines) as node:
+        yield node
 
 
 @contextmanager

@@ -43,8 +43,13 @@ def unequal(unequal_node, divided_model):
 
 
 @pytest.fixture(scope="module")
-def degrees(unequal_node):
-    return unequal_node.deployment.train_tp, unequal_node.deployment.rollout_tp
+def degrees(unequal):
+    return degrees_of(unequal)
+
+
+def degrees_of(lab):
+    """Of training and of the rollout."""
+    return lab.node.deployment.train_tp, lab.node.deployment.rollout_tp
 
 
 def planned_bytes(model, degrees):
@@ -60,13 +65,14 @@ def planned_bytes(model, degrees):
     }
 
 
-async def same_update(alone, unequal, degrees, schedule):
+async def same_update(alone, unequal, schedule):
+    """The update of one rank on the same responses, and what was copied for it."""
     expected = await recorded(alone)
     wanted = steady(unequal.model, schedule, replay_from=str(expected.folder))
     (actual,) = await unequal.succeeded({f"unequal-{schedule}": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
     for step in actual.steps:
-        metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees)
+        metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees_of(unequal))
         # of the rollout's ranks and training's: the second step's are of updated weights
         assert metrics["mismatch_abs_max"] <= CLOSE
         assert {key: metrics[key] for key in planned} == planned
@@ -74,8 +80,8 @@ async def same_update(alone, unequal, degrees, schedule):
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.ROLLPLEX])
-async def test_unequal_ranks_make_the_update_of_one(alone, unequal, degrees, schedule):
-    await same_update(alone, unequal, degrees, schedule)
+async def test_unequal_ranks_make_the_update_of_one(alone, unequal, schedule):
+    await same_update(alone, unequal, schedule)
 
 
 async def test_fused_runs_where_key_value_heads_nest_and_is_refused_elsewhere(
@@ -83,7 +89,7 @@ async def test_fused_runs_where_key_value_heads_nest_and_is_refused_elsewhere(
 ):
     train_tp, rollout_tp = degrees
     if train_tp < rollout_tp:
-        await same_update(alone, unequal, degrees, Schedule.FUSED)
+        await same_update(alone, unequal, Schedule.FUSED)
         return
     here = f'"fused" on a node with train_tp = {train_tp} and rollout_tp = {rollout_tp}'
     async with unequal.node.client() as client:
