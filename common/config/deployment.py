@@ -97,12 +97,16 @@ class Deployment(FrozenConfig):
     redis: RedisPlacement = RedisPlacement()
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each.
-    More than 1 needs device = "cpu" (docs/parallel.md)."""
+    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
+    with device = "cuda" on a GPU each (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
+    rollout_gpus: Literal["shared", "own"] = "shared"
+    """Which GPUs the rollout computes on. shared: those of training, rank by rank. own: as many
+    others, behind those; for recipes with `schedule = "disaggregated"`, and for no others. On a CPU
+    it means nothing."""
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
@@ -147,22 +151,20 @@ class Deployment(FrozenConfig):
 
     @model_validator(mode="after")
     def _ranks_are_served(self) -> Self:
-        for key, degree in (("train_tp", self.train_tp), ("rollout_tp", self.rollout_tp)):
-            if degree > 1 and self.device != "cpu":
-                raise ValueError(
-                    f"{key} = {degree} with device = {self.device!r}: several ranks run on "
-                    'device = "cpu" only; set train_tp = 1 and rollout_tp = 1'
-                )
-            if degree > 1 and self.governor == "on":
-                raise ValueError(
-                    f'{key} = {degree} with governor = "on": jobs of several ranks cannot '
-                    'take turns; set governor = "off"'
-                )
+        apart = self.train_tp != self.rollout_tp
+        if apart and (self.device != "cpu" or self.governor == "on"):
+            raise ValueError(
+                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: degrees that "
+                f'differ run on device = "cpu" without a governor; device = {self.device!r}, '
+                f"governor = {self.governor!r}: set both to the same number"
+            )
         return self
 
     @property
     def governed(self) -> bool:
         """Whether background work runs on shares of the SMs."""
+        if self.apart:
+            return False  # nothing runs beside the decode
         return self.governor == "on" or (self.governor == "auto" and self.device == "cuda")
 
     @property
@@ -219,10 +221,22 @@ class Deployment(FrozenConfig):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
+        """How many GPUs of the node are used."""
         if self.device != "cuda":
             return 0
+        if self.apart:
+            return self.train_tp + self.rollout_tp
         return max(self.ranks(service) for service in WORKERS)
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout and training are on different GPUs."""
+        return self.device == "cuda" and self.rollout_gpus == "own"
+
+    def gpu(self, participant: Participant) -> int:
+        """Which of the node's GPUs a worker computes on, of those that its process sees."""
+        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
+        return behind + participant.rank
 
     @property
     def worker_threads(self) -> int:

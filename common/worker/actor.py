@@ -243,8 +243,8 @@ class WorkerActor(Actor[Message]):
             _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
         older = self._configuring
-        if older is not None and self._ranks > 1 and older.epoch < ask.epoch:
-            # It may wait for ranks that have failed in it already.
+        if older is not None and self._holder.joins(older) and older.epoch < ask.epoch:
+            # It may wait for processes that have failed in it already.
             self._cancel_configuring(f"epoch {ask.epoch} has begun")
         elif older is not None:
             text = f"{self.participant} is still configuring; ask again"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.ids import Participant, RunId, Service
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
+    from common.worker.push_link import PushLink
     from common.worker.ranks import TensorRanks
 
 DTYPES: dict[str, torch.dtype] = {
@@ -48,6 +49,8 @@ class RunContext:
     """The service's ranks; None: this is the only one."""
     partners: Partners = field(default_factory=Partners)
     """Which ranks of the services work with each other."""
+    push: PushLink | None = None
+    """Of a rank of learner and rollout, where the latter has weights of its own, to the other."""
 
     @property
     def degree(self) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.governor.table import H200, load_table
+from common.step.schedule import OWN_WEIGHTS
 from common.worker.context import RunContext
 from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
 from common.worker.own_memory import OwnMemory
+from common.worker.push_link import PUSHERS, PushLink
 from common.worker.ranks import TensorRanks, others_present, present
 from common.worker.threads import in_thread
 
@@ -79,8 +81,8 @@ class RunHolder:
             self._opened(self.link)
             self.own_memory = OwnMemory(self.link.broker, self._device)
             self.run = await self._load(ask, self.link)
-        elif self._ranks > 1:
-            # Its models are bound to the communicators of the ranks that there were.
+        elif self.joins(ask):
+            # It is bound to the communicators of the processes that there were.
             await self._give_up_run()
             self.run = await self._load(ask, self.link)
         prepared = await self.run.prepare()
@@ -104,10 +106,19 @@ class RunHolder:
             governed=self._deployment.governed,
             tensor=await self._join(ask) if self._ranks > 1 else None,
             partners=self._deployment.partners,
+            push=await self._join_push(ask) if self._pushes(ask) else None,
         )
         if self.context.governed and self._participant.service in BACKGROUND:
             self.governor = await _governor(self.context, self._deployment.governor_table)
         return await self._factory(self.context)
+
+    def joins(self, ask: Configure) -> bool:
+        """Whether it waits for other processes in `configure`, and makes communicators anew."""
+        return self._ranks > 1 or self._pushes(ask)
+
+    def _pushes(self, ask: Configure) -> bool:
+        pushed = ask.recipe.training.schedule in OWN_WEIGHTS
+        return pushed and self._participant.service in PUSHERS
 
     def others_have_come(self, ask: Configure) -> bool:
         """Whether another rank waits in `configure` for this one: it has no job left."""
@@ -126,9 +137,26 @@ class RunHolder:
                     rendezvous,
                     rank=rank,
                     degree=self._ranks,
+                    device=self._device.torch,
                     collective_timeout_s=ask.recipe.training.step_deadline_s,
                 ),
                 unwanted=TensorRanks.leave,
+            )
+
+    async def _join_push(self, ask: Configure) -> PushLink:
+        rank = PUSHERS.index(self._participant.service)
+        name = f"push{self._participant.rank}-{ask.run_id}-{ask.epoch}.ranks"
+        rendezvous = self._deployment.socket_dir / name
+        async with present(rendezvous, rank=rank, degree=len(PUSHERS)):
+            return await in_thread(
+                lambda: PushLink.join(
+                    rendezvous,
+                    rank=rank,
+                    device=self._device.torch,
+                    bucket_bytes=int(ask.recipe.training.push_bucket_mib * 2**20),
+                    timeout_s=ask.recipe.training.step_deadline_s,
+                ),
+                unwanted=PushLink.close,
             )
 
     async def _give_up_run(self) -> None:
@@ -138,6 +166,8 @@ class RunHolder:
             if run is not None:
                 await run.close()
         finally:
+            if context is not None and context.push is not None:
+                context.push.close()
             if context is not None and context.tensor is not None:
                 context.tensor.leave()
 

@@ -33,6 +33,8 @@ PRESENT_TIMEOUT_S = 30.0
 """Longest wait for the other ranks to be configured too."""
 AGREE_TIMEOUT_S = 120.0
 """Longest wait for the other ranks once all have come, such as for a checkpoint to be read."""
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By the device that ranks compute on. What they agree on is in the host's memory."""
 LOOK_EVERY_S = 0.05
 """Between two looks at which ranks have come."""
 PARTED_AFTER_S = 5.0
@@ -95,27 +97,39 @@ class TensorRanks:
 
     @classmethod
     def join(
-        cls, rendezvous: Path, *, rank: int, degree: int, collective_timeout_s: float
+        cls,
+        rendezvous: Path,
+        *,
+        rank: int,
+        degree: int,
+        device: torch.device,
+        collective_timeout_s: float,
     ) -> TensorRanks:
         """Wait for the other ranks, which do the same; blocks.
 
         Args:
             rendezvous: a file that no earlier call has used, the same for all ranks; removed.
             rank, degree: this rank, of so many.
+            device: that this rank computes on; of a GPU each rank has another one.
             collective_timeout_s: longest wait of a collective of `mesh`.
         Raises: RuntimeError (`torch.distributed.DistError`) if one does not come in time.
         """
         # Ranks are of one node, and nothing of it is to be reached from outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
+            _BACKENDS[device.type],
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=degree,
             timeout=timedelta(seconds=AGREE_TIMEOUT_S),
         )
         try:
-            mesh = tensor_mesh([range(degree)], device_type="cpu", timeout_s=collective_timeout_s)
+            mesh = tensor_mesh(
+                [range(degree)], device_type=device.type, timeout_s=collective_timeout_s
+            )
             dist.barrier()
         except BaseException:
             dist.destroy_process_group()
@@ -135,6 +149,12 @@ class TensorRanks:
     def agree(self, value: bool) -> bool:
         """Whether it is true on every rank; blocks until all have asked, among those of `mesh`."""
         return _extremes(int(value), self.mesh.get_group())[0] == 1
+
+    def told(self, number: int) -> int:
+        """Rank 0's number, on every rank; blocks until it has said it, among those of `mesh`."""
+        said = torch.tensor([number], dtype=torch.int64)
+        dist.broadcast(said, group=self.mesh.get_group(), group_src=0)
+        return int(said)
 
     def meet(self) -> None:
         """Block until all ranks have come here, among the collectives of `mesh`."""

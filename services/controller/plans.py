@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
 from common.step.plan import EVAL_SPLIT, TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 
 SampleOrder = Callable[[StepIndex], Sequence[int]]
 """Rows of the training set that a step uses, in group order."""
@@ -94,7 +94,7 @@ class RunSettings:
             step=step,
             epoch=epoch,
             mode=StepMode.EVAL,
-            schedule=Schedule.SERIAL,
+            schedule=self.schedule if self.schedule in OWN_WEIGHTS else Schedule.SERIAL,
             weights_version=WeightsVersion(step),
             groups=self._eval_groups(),
             samples_per_group=1,

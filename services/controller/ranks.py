@@ -1,4 +1,4 @@
-"""Whether a recipe can run on the node's tensor-parallel ranks."""
+"""Whether a recipe can run on the node's ranks, and where these are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.errors import InvalidArgument
 from common.ids import Service
 from common.layouts.heads import nested_heads
 from common.layouts.rows import Cut
-from common.step.schedule import PREFILL_FROM_LEASE, Schedule
+from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE, Schedule
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what the degrees ask of a recipe; nothing where all services have one rank.
+    """Check what sets of GPUs and the degrees ask of a recipe; nothing of one rank on a CPU.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
     """
+    if deployment.device == "cuda":
+        _check_gpus(recipe, deployment)
     train, rollout = deployment.train_tp, deployment.rollout_tp
     if train == rollout == 1:
         return
@@ -43,14 +45,22 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     check_degree(shape, rollout)
     if recipe.model.reference_path is not None:
         check_degree(read_shape(str(recipe.model.reference_path)), train)
-    schedule = recipe.training.schedule
-    if schedule in PREFILL_FROM_LEASE and not _nests(shape.kv_heads, deployment):
-        legal = ", ".join(f'"{one}"' for one in Schedule if one not in PREFILL_FROM_LEASE)
+    _check_schedule(recipe.training.schedule, shape.kv_heads, deployment, here)
+
+
+def _check_schedule(schedule: Schedule, kv_heads: int, deployment: Deployment, here: str) -> None:
+    """Args: kv_heads: of the model. here: the node, for messages."""
+    legal = '"serial", "rollplex"'
+    if schedule in OWN_WEIGHTS and deployment.train_tp != deployment.rollout_tp:
+        raise InvalidArgument(
+            f'training.schedule = "{schedule}" {here}: weights are pushed from rank to rank; legal '
+            f"are {legal}, or equal degrees"
+        )
+    if schedule in PREFILL_FROM_LEASE and not _nests(kv_heads, deployment):
         raise InvalidArgument(
             f'training.schedule = "{schedule}" {here}: its rollout begins from the K/V of one rank '
-            f"of training, and of {shape.kv_heads} key/value heads a rank of the rollout has some "
-            f"that this one lacks; legal are {legal}, or a rollout_tp that is a multiple of "
-            "train_tp"
+            f"of training, and of {kv_heads} key/value heads a rank of the rollout has some that "
+            f"this one lacks; legal are {legal}, or a rollout_tp that is a multiple of train_tp"
         )
 
 
@@ -65,4 +75,16 @@ def _nests(kv_heads: int, deployment: Deployment) -> bool:
         )
         is not None
         for one in partners.all(Service.ROLLOUT)
+    )
+
+
+def _check_gpus(recipe: Recipe, deployment: Deployment) -> None:
+    """Whoever shares weights is on one GPU; whoever does not is on two."""
+    schedule = recipe.training.schedule
+    if (schedule in OWN_WEIGHTS) == deployment.apart:
+        return
+    gpus = "own" if schedule in OWN_WEIGHTS else "shared"
+    raise InvalidArgument(
+        f'training.schedule = "{schedule}" on a node with rollout_gpus = '
+        f'"{deployment.rollout_gpus}": it needs rollout_gpus = "{gpus}" (deployment)'
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
 from common.layouts.node import node_plan, rollout_sharing
+from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
 from common.vlm.shape import read_shape
 from common.weights.cuts import cuts
@@ -95,6 +96,8 @@ def needed_bytes(
         "policy.optimizer": _optimizer_bytes(recipe, trainable, state, device=device, ranks=ranks),
         "policy.gradients": trainable * master,
     }
+    if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
+        needed["rollout.weights"] = policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = reference.total * compute
     if rollout_ranks is not None and rollout_ranks != ranks:

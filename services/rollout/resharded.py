@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.events.bodies import WeightsRefreshed
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing, source_ranks
 from common.tensors.views import tensor_view
@@ -28,7 +29,7 @@ from common.weights.binding import views
 from common.weights.resharding.buffers import own_elements
 from common.weights.resharding.direct import DirectResharding
 from common.worker.threads import in_thread
-from common.worker.weights import FLAT, POLICY_WEIGHTS, flat_spec
+from common.worker.weights import FLAT, POLICY_WEIGHTS, ROLLOUT_WEIGHTS, flat_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from common.worker.context import RunContext
     from common.worker.weights import ModelShape
 
-ROLLOUT_WEIGHTS = "rollout.weights"
 OPEN_TIMEOUT_S = 120.0
 """Longest wait for training's ranks to create their storages."""
 
@@ -58,6 +58,16 @@ class Refreshed:
     gather_bytes: int = 0
     rebuild_bytes: int = 0
     seconds: float = 0.0
+
+    def event(self, version: WeightsVersion) -> WeightsRefreshed:
+        """What the node is told."""
+        return WeightsRefreshed(
+            weights_version=version,
+            alias_bytes=self.alias_bytes,
+            gather_bytes=self.gather_bytes,
+            rebuild_bytes=self.rebuild_bytes,
+            seconds=self.seconds,
+        )
 
 
 class ReshardedHold:

@@ -12,6 +12,7 @@ from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
+from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
 from common.worker.weights import (
@@ -23,6 +24,7 @@ from common.worker.weights import (
 )
 from common.worker.work import Prepared, ReadWeights
 from services.rollout.engines.choice import make_engine
+from services.rollout.own_weights import OwnWeights
 from services.rollout.resharded import OPEN_TIMEOUT_S, ReshardedWeights
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
     from services.rollout.engines.protocol import Engine
+    from services.rollout.window_memory import WindowMemory
 
 UNBOUNDED = 1 << 30
 """Width of lanes whose own limit lies elsewhere: the engine's slots, the reward pool's queue."""
@@ -54,17 +57,22 @@ class RolloutRun:
         shape: ModelShape,
         model: SplitModel,
         engine: Engine,
+        memory: WindowMemory,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
         rewards: RewardPool,
         live: LiveDecode,
         token: SmToken | None,
+        own: OwnWeights | None,
     ) -> None:
+        """Args: own: `weights`, where they are no storage of the learner's."""
         self.context = context
         self.weights = weights
+        self.own = own
         self.shape = shape
         self.model = model
         self.engine = engine
+        self.memory = memory
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.rewards = rewards
@@ -83,7 +91,7 @@ class RolloutRun:
 
     @classmethod
     async def create(cls, context: RunContext) -> RolloutRun:
-        """Attach to the policy's weights; rank 0 starts the reward workers."""
+        """Attach to the policy's weights, or make a copy; rank 0 starts the reward workers."""
         rewards = RewardPool(context.recipe.reward)
         try:
             if context.leads:
@@ -96,23 +104,27 @@ class RolloutRun:
     @classmethod
     async def _load(cls, context: RunContext, rewards: RewardPool) -> RolloutRun:
         recipe, shape = context.recipe, policy_shape(context)
-        weights, model = await _policy(context, shape)
+        weights, model, own = await _policy(context, shape)
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
         token = await SmToken.open(context) if context.governed else None
-        engine = await make_engine(context, shape=shape, weights=weights, model=model, token=token)
+        engine, memory = await make_engine(
+            context, shape=shape, weights=weights, model=model, token=token
+        )
         return cls(
             context,
             weights=weights,
             shape=shape,
             model=model,
             engine=engine,
+            memory=memory,
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
             live=await LiveDecode.open(context) if context.governed else LiveDecode.private(),
             token=token,
+            own=own,
         )
 
     @property
@@ -121,8 +133,17 @@ class RolloutRun:
         return self.engine.trouble
 
     async def prepare(self) -> Prepared:
-        """Have the engine up."""
-        await in_thread(self.engine.prepare)
+        """Have the weights that the learner has, and the engine up.
+
+        The engine has its memory for keys and values at its start.
+        """
+        if self.own is not None:
+            await self.own.catch_up()
+        try:
+            await self.memory.take(timeout_s=HOLD_TIMEOUT_S)
+            await in_thread(self.engine.prepare)
+        finally:
+            self.memory.release()
         return Prepared()
 
     def begin(self, scope: StepScope) -> RolloutStep:
@@ -156,11 +177,17 @@ class RolloutRun:
 
 async def _policy(
     context: RunContext, shape: ModelShape
-) -> tuple[Storage | ReshardedWeights, SplitModel]:
-    """The policy's weights as this rank reads them, and the model whose parameters they are."""
+) -> tuple[Storage | ReshardedWeights, SplitModel, OwnWeights | None]:
+    """The policy's weights as this rank reads them, and the model whose parameters they are.
+
+    Returns: and the first once more where they are no storage of the learner's.
+    """
+    if context.push is not None:
+        storage, own = await OwnWeights.open(context, shape.layout)
+        return storage, shared_model(context, shape, storage, None), own
     if context.degree != context.partners.count(Service.LEARNER):
         resharded = await ReshardedWeights.open(context, shape)
-        return resharded, resharded_model(context, shape, resharded.tensors)
+        return resharded, resharded_model(context, shape, resharded.tensors), None
     name = context.storage_name(POLICY_WEIGHTS)
     storage = await context.broker.open_storage(context.run_id, name, timeout_s=OPEN_TIMEOUT_S)
-    return storage, shared_model(context, shape, storage, None)
+    return storage, shared_model(context, shape, storage, None), None

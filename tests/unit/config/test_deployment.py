@@ -164,12 +164,19 @@ def test_wrong_value_is_named(item, words):
         load_deployment(None, [item])
 
 
+def test_several_ranks_have_a_gpu_each_and_are_governed():
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "device=cuda"])
+    assert deployment.gpus == 2
+    assert deployment.governed
+
+
 @pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
-def test_several_ranks_run_ungoverned_on_the_cpu(item):
+def test_degrees_that_differ_run_ungoverned_on_the_cpu(item):
     name, _, value = item.partition("=")
-    for key in ("train_tp", "rollout_tp"):
-        with pytest.raises(ConfigError, match=f"{key} = 2 with {name} = ['\"]{value}"):
-            load_deployment(None, [f"{key}=2", item])
+    for train_tp, rollout_tp in ((2, 1), (1, 2)):
+        refused = f"train_tp = {train_tp} with rollout_tp = {rollout_tp}: .*{name} = '{value}'"
+        with pytest.raises(ConfigError, match=refused):
+            load_deployment(None, [f"train_tp={train_tp}", f"rollout_tp={rollout_tp}", item])
 
 
 def test_every_worker_has_the_ranks_of_its_side():
@@ -204,3 +211,17 @@ def test_background_work_is_governed_where_there_is_a_gpu_or_it_is_asked_for(
     device, governor, governed
 ):
     assert Deployment(node="here", device=device, governor=governor).governed is governed
+
+
+@pytest.mark.parametrize(
+    ("device", "rollout_gpus", "gpus", "of_rollout"),
+    [("cpu", "own", 0, 0), ("cuda", "shared", 1, 0), ("cuda", "own", 2, 1)],
+)
+def test_a_rollout_apart_has_the_gpus_behind_those_of_training(
+    device, rollout_gpus, gpus, of_rollout
+):
+    deployment = Deployment(device=device, rollout_gpus=rollout_gpus)
+    assert deployment.gpus == gpus
+    assert deployment.gpu(Participant(service=Service.ROLLOUT)) == of_rollout
+    assert deployment.gpu(Participant(service=Service.LEARNER)) == 0
+    assert deployment.governed is (device == "cuda" and rollout_gpus == "shared")

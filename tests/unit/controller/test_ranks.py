@@ -8,7 +8,7 @@ import pytest
 
 from common.config.deployment import Deployment
 from common.errors import InvalidArgument
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.vlm.errors import DegreeInvalid
 from common.vlm.tiny import tiny_config
 from services.controller.ranks import check_ranks
@@ -21,8 +21,8 @@ def model(tmp_path):
     return tmp_path
 
 
-def node(train_tp, rollout_tp=None):
-    return Deployment(train_tp=train_tp, rollout_tp=rollout_tp or train_tp)
+def node(train_tp, rollout_tp=None, **settings):
+    return Deployment(train_tp=train_tp, rollout_tp=rollout_tp or train_tp, **settings)
 
 
 def rewarded(model, on_error):
@@ -60,6 +60,14 @@ def test_fused_is_legal_where_key_value_heads_nest(model, degrees):
     check_ranks(scheduled(model, Schedule.FUSED), node(*degrees))
 
 
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=str)
+def test_pushes_from_rank_to_rank_need_as_many_on_either_side(model, degrees):
+    for schedule in OWN_WEIGHTS:
+        check_ranks(scheduled(model, schedule), node(2))
+        with pytest.raises(InvalidArgument, match=rf'"{schedule}" .*rank to rank.* equal degrees'):
+            check_ranks(scheduled(model, schedule), node(*degrees))
+
+
 @pytest.mark.parametrize("degrees", [(2, 1), (4, 1)], ids=str)
 def test_fused_is_refused_where_key_value_heads_do_not_nest(model, degrees):
     train, rollout = degrees
@@ -78,3 +86,13 @@ def test_sglang_has_one_rank(model):
     check_ranks(wanted, node(1))
     with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang"'):
         check_ranks(wanted, node(2))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_rollout_shares_gpus_where_it_shares_weights(tmp_path, schedule):
+    right, wrong = ("own", "shared") if schedule in OWN_WEIGHTS else ("shared", "own")
+    wanted = recipe(tmp_path / "absent", schedule)
+    check_ranks(wanted, node(1, device="cuda", rollout_gpus=right))
+    with pytest.raises(InvalidArgument, match=f'"{schedule}".*needs rollout_gpus = "{right}"'):
+        check_ranks(wanted, node(1, device="cuda", rollout_gpus=wrong))
+    check_ranks(wanted, node(1, rollout_gpus=wrong))

@@ -20,8 +20,8 @@ from common.vlm.parallel.state import take_shard
 from common.vlm.tiny import tiny_config
 from common.weights.binding import views
 from common.worker.context import RunContext
-from common.worker.weights import FLAT, POLICY_WEIGHTS, flat_spec, policy_shape
-from services.rollout.resharded import ROLLOUT_WEIGHTS, ReshardedWeights
+from common.worker.weights import FLAT, POLICY_WEIGHTS, ROLLOUT_WEIGHTS, flat_spec, policy_shape
+from services.rollout.resharded import ReshardedWeights
 from tests.integration.runs.recipes import recipe
 
 TRAIN, ROLLOUT_RANKS = 2, 1
