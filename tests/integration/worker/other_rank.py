@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+
 from common.worker.ranks import TensorRanks
 
 
 def main(rendezvous):
     for one in rendezvous:
-        TensorRanks.join(one, rank=1, degree=2, collective_timeout_s=30.0).leave()
+        cpu = torch.device("cpu")
+        TensorRanks.join(one, rank=1, degree=2, device=cpu, collective_timeout_s=30.0).leave()
 
 
 if __name__ == "__main__":
