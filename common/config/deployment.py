@@ -15,6 +15,7 @@ from common.config.base import ConfigError, FrozenConfig
 from common.config.environment import read_environment
 from common.config.loading import load_config
 from common.ids import WORKERS, Participant, Service
+from common.step.place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,6 +101,9 @@ class Deployment(FrozenConfig):
     More than 1 needs device = "cpu" and the same rollout_tp (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of the rollout."""
+    dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
+    """Data-parallel replicas of those ranks, each with groups of its own in every step: so many
+    times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     mps: Literal["auto", "off"] = "auto"
@@ -151,17 +155,27 @@ class Deployment(FrozenConfig):
                 f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
                 "equal degrees only; set both to the same number"
             )
-        if self.train_tp > 1 and self.device != "cpu":
+        if self.train_tp * self.dp > _RANKS_LIMIT:
             raise ValueError(
-                f"train_tp = {self.train_tp} with device = {self.device!r}: several ranks run on "
-                'device = "cpu" only; set train_tp = 1 and rollout_tp = 1'
+                f"dp = {self.dp} with train_tp = {self.train_tp}: a service has at most "
+                f"{_RANKS_LIMIT} processes; lower one of them"
             )
-        if self.train_tp > 1 and self.governor == "on":
-            raise ValueError(
-                f'train_tp = {self.train_tp} with governor = "on": jobs of several ranks cannot '
-                'take turns; set governor = "off"'
-            )
+        for name, value in (("train_tp", self.train_tp), ("dp", self.dp)):
+            self._check_several(name, value)
         return self
+
+    def _check_several(self, name: str, value: int) -> None:
+        """Raises ValueError if so many ranks of a service cannot run as the node is set up."""
+        if value > 1 and self.device != "cpu":
+            raise ValueError(
+                f"{name} = {value} with device = {self.device!r}: several ranks run on "
+                'device = "cpu" only; set train_tp = 1, rollout_tp = 1 and dp = 1'
+            )
+        if value > 1 and self.governor == "on":
+            raise ValueError(
+                f'{name} = {value} with governor = "on": jobs of several ranks cannot take turns; '
+                'set governor = "off"'
+            )
 
     @property
     def governed(self) -> bool:
@@ -180,9 +194,18 @@ class Deployment(FrozenConfig):
 
     def ranks(self, service: Service) -> int:
         """Processes of a service."""
+        return self.degree(service) * (self.dp if service in WORKERS else 1)
+
+    def degree(self, service: Service) -> int:
+        """Tensor-parallel ranks of one replica of a service."""
         if service in _TRAINING:
             return self.train_tp
         return self.rollout_tp if service is Service.ROLLOUT else 1
+
+    def place(self, participant: Participant) -> Place:
+        """Where a process that computes stands among those of its service."""
+        degree = self.degree(participant.service)
+        return Place(rank=participant.rank, degree=degree, replicas=self.dp)
 
     def placement(self, service: Service) -> ServicePlacement:
         """The placement of a service, defaults included."""

@@ -110,7 +110,6 @@ class WorkerActor(Actor[Message]):
             device,
             opened=self._link_opened,
         )
-        self._ranks = deployment.ranks(participant.service)
         self._parted = asyncio.Event()
         self._phase = RunPhase.UNCONFIGURED
         self._machine: StepMachine | None = None
@@ -242,7 +241,7 @@ class WorkerActor(Actor[Message]):
             _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
         older = self._configuring
-        if older is not None and self._ranks > 1 and older.epoch < ask.epoch:
+        if older is not None and self._holder.joins and older.epoch < ask.epoch:
             # It may wait for ranks that have failed in it already.
             self._cancel_configuring(f"epoch {ask.epoch} has begun")
         elif older is not None:
@@ -322,7 +321,7 @@ class WorkerActor(Actor[Message]):
         Of several ranks, for so long only. A checkpoint may take long, but ends on all ranks at the
         same time: none of them has come to be configured before.
         """
-        if self._ranks == 1:
+        if not self._holder.joins:
             await self._epochs.settled()
             return
         while not self._epochs.idle_beside:
@@ -371,8 +370,8 @@ class WorkerActor(Actor[Message]):
             self._machine = StepMachine(
                 run.lanes,
                 needs_reference=ask.recipe.needs_reference,
-                participant=self.participant,
-                ranks=self._ranks,
+                service=self.participant.service,
+                place=self._holder.place,
             )
             self._phase = RunPhase.READY
             _answer(ask.answer, prepared)

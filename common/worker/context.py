@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.config.recipe import spills
 from common.ids import Participant, RunId, Service
+from common.step.place import Place
 from common.tensors.parts import RANK
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
-    from common.worker.ranks import TensorRanks
+    from common.worker.ranks import Ranks
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -43,22 +44,29 @@ class RunContext:
     """Interpreter that has SGLang; None: this process's own."""
     governed: bool = False
     """Whether background work runs on shares of the GPU's SMs."""
-    tensor: TensorRanks | None = None
-    """The service's ranks; None: this is the only one."""
+    place: Place = field(default_factory=Place)
+    """Among the ranks of this service."""
+    joined: Ranks | None = None
+    """Those that it has collectives with; None: there are none."""
 
     @property
     def degree(self) -> int:
-        """Tensor-parallel ranks of this service."""
-        return 1 if self.tensor is None else self.tensor.degree
+        """Tensor-parallel ranks of this replica."""
+        return self.place.degree
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that decides and that speaks for the service."""
-        return self.participant.rank == 0
+        """Whether this is the rank that decides and that speaks for its replica."""
+        return self.place.leads
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether this is the rank that speaks for all replicas."""
+        return self.place.rank == 0
 
     @property
     def ranks(self) -> tuple[Participant, ...]:
-        """All ranks of this service."""
+        """All ranks of this service in this replica."""
         return self.peers(self.participant.service)
 
     def storage_name(self, name: str) -> str:
@@ -94,5 +102,5 @@ class RunContext:
         return Participant(service=service, rank=self.participant.rank)
 
     def peers(self, service: Service) -> tuple[Participant, ...]:
-        """All ranks of a service; every service has as many."""
-        return tuple(Participant(service=service, rank=rank) for rank in range(self.degree))
+        """All ranks of a service in this replica; every service has as many."""
+        return tuple(Participant(service=service, rank=rank) for rank in self.place.of_replica)

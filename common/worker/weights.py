@@ -68,7 +68,7 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
     whole = _layout(context, config, train_vision=train_vision)
     layout, parts = whole, None
     if context.degree > 1:
-        place = {"rank": context.participant.rank, "degree": context.degree}
+        place = {"rank": context.place.tensor_rank, "degree": context.degree}
         parts = shards(whole, config_shape(config), **place)
         layout = rank_layout(whole, parts, **place)
     return ModelShape(
@@ -145,7 +145,7 @@ def shared_model(
     model = empty_model(shape.config, device=context.device, dtype=context.dtype)
     flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
     split = None
-    if context.tensor is not None:
-        split = parallel_model(model, context.tensor.mesh)
+    if context.joined is not None and context.joined.mesh is not None:
+        split = parallel_model(model, context.joined.mesh)
     bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
     return split or split_model(model, context.recipe.model.kernels)

@@ -1,4 +1,4 @@
-"""Whether a recipe can run on the node's tensor-parallel ranks."""
+"""Whether a recipe can run on the ranks that the node has of each service."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what the degree asks of a recipe; nothing with one rank.
+    """Check what the ranks ask of a recipe; nothing with one rank.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
     """
     degree = deployment.train_tp
+    _check_engine(recipe, deployment)
     if degree == 1:
         return
     if recipe.reward.on_error == "drop_group":
@@ -29,10 +30,17 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
             f"{degree}: ranks cannot drop a group that they work on; legal are "
             '"default" and "stop"'
         )
-    if recipe.rollout.engine is EngineName.SGLANG:
-        raise InvalidArgument(
-            f'rollout.engine = "sglang" on a node with train_tp = {degree}: SGLang is run without '
-            'tensor parallelism; legal is "native"'
-        )
     for path in {recipe.model.path, recipe.model.reference_path or recipe.model.path}:
         check_degree(read_shape(str(path)), degree)
+
+
+def _check_engine(recipe: Recipe, deployment: Deployment) -> None:
+    """Raises InvalidArgument."""
+    if recipe.rollout.engine is not EngineName.SGLANG:
+        return
+    for name, value in (("train_tp", deployment.train_tp), ("dp", deployment.dp)):
+        if value > 1:
+            raise InvalidArgument(
+                f'rollout.engine = "sglang" on a node with {name} = {value}: SGLang is run with '
+                'one rank; legal is "native"'
+            )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.ids import StepIndex
+    from common.step.place import Place
 
 RESPONSES_FOLDER = "responses"
 """Where the rollout keeps a run's recorded responses, inside the run's folder."""
@@ -33,10 +34,10 @@ def read_recipe(recipe_json: str) -> Recipe:
     return check(Recipe, tree, source="the request")
 
 
-def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int, ranks: int) -> RunSettings:
+def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int, place: Place) -> RunSettings:
     """Args:
     train_rows, eval_rows: length of the data sets; `eval_rows` 0: there is none.
-    ranks: of the node.
+    place: as in `RunSettings`.
     """
     training = recipe.training
     return RunSettings(
@@ -53,7 +54,7 @@ def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int, ranks: int)
         step_deadline_s=training.step_deadline_s,
         replay_dir=_replay_dir(training.replay_from),
         ahead=training.ahead,
-        ranks=ranks,
+        place=place,
         order=partial(_order, recipe.seed, training.prompts_per_step, train_rows),
     )
 

@@ -217,7 +217,7 @@ class LearnerStep:
         version = WeightsVersion(scope.view.version + 1)
         async with scope.exclusive(run.storages.gradients):
             made = await Update(run, scope, version=version).make(accumulated=self._accumulating)
-        if not run.context.leads:
+        if not run.context.speaks_for_all:
             return
         body = bodies.WeightsPublished(weights_version=version, metrics=made.metrics)
         await scope.publish(body, span=made.span, cause_id=cause_id)

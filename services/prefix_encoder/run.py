@@ -171,7 +171,11 @@ class PrefixEncoderRun:
 
     def begin(self, scope: StepScope) -> PrefixEncoderStep:
         """Start an epoch."""
-        known = (*scope.plan.groups, *scope.plan.ahead)
+        known = [
+            planned
+            for planned in (*scope.plan.groups, *scope.plan.ahead)
+            if planned.replica == self.context.place.replica
+        ]
         self.ahead.keep_only({sample_key(planned) for planned in known})
         self.graphs.begin_step()
         self._step = PrefixEncoderStep(self, scope)
@@ -233,8 +237,8 @@ class PrefixEncoderRun:
         mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
         theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
         equal = all(torch.equal(mine[name], theirs[name]) for name in names)
-        tensor = self.context.tensor
-        return equal if tensor is None else tensor.agree(equal)
+        joined = self.context.joined
+        return equal if joined is None else joined.agree(equal)
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, and the reference's where the run has one."""

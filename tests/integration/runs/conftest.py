@@ -61,6 +61,13 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
+def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two replicas of each service that computes."""
+    with _running(request, dp=2) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
 def tight_node(request: pytest.FixtureRequest, model: Path) -> Iterator[Node]:
     """A node of the module's own, with room for the leases of one group of `wordy_rows`, and little
     more: the policy's K/V of six of them do not fit.
@@ -91,6 +98,7 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "mortal_node",
         "governed_node",
         "parallel_node",
+        "replicated_node",
         "tight_node",
         "faulty_node",
     ):

@@ -177,7 +177,12 @@ def test_windows_without_spans_are_timed_by_arrival():
     ],
 )
 def test_overlap_fraction(spans, windows, expected):
-    assert overlap_fraction(spans, windows) == expected
+    assert overlap_fraction([(0, one) for one in spans], [(0, one) for one in windows]) == expected
+
+
+def test_prefixes_hide_in_windows_of_their_own_replica_alone():
+    spans = [(0, (0, 10)), (1, (0, 10))]
+    assert overlap_fraction(spans, [(1, (5, 10))]) == 0.25
 
 
 def test_the_time_of_a_task_counts_overlapping_spans_once():

@@ -7,13 +7,14 @@ import torch
 
 from common.errors import NotFound
 from common.ids import WeightsVersion
+from common.step.place import Place
 from services.learner.shadow import HostShadow
 from tests.unit.learner.conftest import masters_of, moments_of
 
 
 def save(folder, state, version):
     """All parts. Returns: the slot's name."""
-    shadow = HostShadow(folder, state, rank=0)
+    shadow = HostShadow(folder, state, place=Place())
     shadow.begin(WeightsVersion(version))
     for part in state.parts:
         shadow.save(part)
@@ -22,7 +23,7 @@ def save(folder, state, version):
 
 
 def restore(folder, state, name):
-    shadow = HostShadow(folder, state, rank=0)
+    shadow = HostShadow(folder, state, place=Place())
     for part in state.parts:
         shadow.restore(name, part)
 
@@ -68,7 +69,7 @@ def test_restoring_does_not_change_the_slot(tmp_path, make_state):
 
 def test_a_lost_or_cut_slot_is_named(tmp_path, make_state):
     state = make_state()
-    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow = HostShadow(tmp_path, state, place=Place())
     with pytest.raises(NotFound, match="rank0of1-v1"):
         restore(tmp_path, state, "rank0of1-v1")
     path = tmp_path / save(tmp_path, state, 1)
@@ -80,7 +81,7 @@ def test_a_lost_or_cut_slot_is_named(tmp_path, make_state):
 def test_a_version_that_was_not_finished_is_none(tmp_path, make_state):
     state = make_state(seed=1, parts=2)
     first = save(tmp_path, state, 3)
-    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow = HostShadow(tmp_path, state, place=Place())
     shadow.begin(WeightsVersion(4))
     shadow.save(state.parts[0])
     with pytest.raises(NotFound):
@@ -95,7 +96,7 @@ def test_a_version_of_a_later_past_does_not_come_back(tmp_path, make_state):
     state = make_state(seed=1, parts=2)
     later = save(tmp_path, state, 8)
     # The run has gone back to a checkpoint of version 5.
-    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow = HostShadow(tmp_path, state, place=Place())
     shadow.begin(WeightsVersion(6))
     with pytest.raises(NotFound):
         shadow.check(later)
@@ -104,7 +105,7 @@ def test_a_version_of_a_later_past_does_not_come_back(tmp_path, make_state):
 def test_slots_of_another_number_of_ranks_make_room(tmp_path, make_state):
     whole, half = make_state(seed=1, parts=2), make_state(seed=2, parts=1)
     save(tmp_path, whole, 1)
-    shadow = HostShadow(tmp_path, half, rank=0, degree=2)
+    shadow = HostShadow(tmp_path, half, place=Place(degree=2))
     for version in (2, 3):
         shadow.begin(WeightsVersion(version))
         shadow.save(half.parts[0])
