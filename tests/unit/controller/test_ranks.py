@@ -54,5 +54,10 @@ def test_sglang_has_one_rank(model):
     reward = {"functions": functions, "on_error": "stop"}
     wanted = recipe(model, reward=reward, rollout=table)
     check_ranks(wanted, node(1))
-    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang"'):
-        check_ranks(wanted, node(2))
+    for several, name in ((node(2), "train_tp"), (Deployment(dp=2), "dp")):
+        with pytest.raises(InvalidArgument, match=rf'rollout\.engine = "sglang".*{name} = 2'):
+            check_ranks(wanted, several)
+
+
+def test_replicas_may_drop_groups(model):
+    check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))

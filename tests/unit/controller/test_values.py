@@ -97,6 +97,16 @@ def test_an_evaluation_has_time_in_proportion_to_its_groups():
     assert settings.deadline_s(settings.train_plan("r", StepIndex(0), Epoch(1))) == 10
 
 
+def test_groups_are_bound_to_the_replicas_in_turn():
+    recipe = _recipe(data={"eval": "a.b:d"}, training={"prompts_per_step": 5, "steps": 4})
+    settings = run_settings(recipe, train_rows=9, eval_rows=3, place=Place(degree=2, replicas=2))
+    trained = settings.train_plan("r", StepIndex(0), Epoch(1))
+    evaluated = settings.eval_plan("r", StepIndex(0), Epoch(1))
+    assert [group.replica for group in trained.groups] == [0, 1, 0, 1, 0]
+    assert [group.replica for group in evaluated.groups] == [0, 1, 0]
+    assert evaluated.ahead == trained.groups
+
+
 def _ahead(plan):
     return [(group.split, group.sample) for group in plan.ahead]
 
@@ -190,6 +200,15 @@ def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
     recipe = _recipe(model={"path": str(model)}, training=parts)
     needed = needed_bytes(recipe, device=device, place=Place(degree=ranks))
     assert needed["policy.optimizer"] == 8 * elements
+
+
+def test_replicas_share_the_optimizers_state_alone(model):
+    recipe = _recipe(model={"path": str(model)}, algorithm={"kl_coefficient": 0.1})
+    one = needed_bytes(recipe, device="cpu", place=Place())
+    three = needed_bytes(recipe, device="cpu", place=Place(replicas=3))
+    assert three.pop("policy.optimizer") == one.pop("policy.optimizer")
+    assert three == {name: 3 * size for name, size in one.items()}
+    assert "reference.weights" in one
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):

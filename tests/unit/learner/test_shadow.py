@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -113,3 +115,26 @@ def test_slots_of_another_number_of_ranks_make_room(tmp_path, make_state):
     assert {path.name for path in tmp_path.iterdir()} == {"rank0of2-v2", "rank0of2-v3"}
     for name in ("rank0of2-v2", "rank0of2-v3"):
         shadow.restore(name, half.parts[0])
+
+
+def test_each_replica_saves_its_share(tmp_path, make_state):
+    saved, other = make_state(seed=1, parts=7), make_state(seed=2, parts=7)
+    shares = (slice(0, 3), slice(3, 7))
+    for replica, parts in enumerate(shares):
+        place = Place(rank=replica, replicas=2)
+        state = replace(saved, parts=saved.parts[parts])
+        shadow = HostShadow(tmp_path, state, place=place)
+        version = WeightsVersion(1)
+        shadow.begin(version)
+        for part in state.parts:
+            shadow.save(part)
+        shadow.finish(version)
+        own = state.own.stop - state.own.start
+        name = f"rank{replica}of1x2-v1"
+        assert (tmp_path / name).stat().st_size == 3 * own * saved.dtype.itemsize
+        target = replace(other, parts=other.parts[parts])
+        for part in target.parts:
+            HostShadow(tmp_path, target, place=place).restore(name, part)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0of1x2-v1", "rank1of1x2-v1"}
+    assert torch.equal(masters_of(other), masters_of(saved))
+    assert torch.equal(moments_of(other), moments_of(saved))
