@@ -64,6 +64,11 @@ class LearnerRun:
         self.nonfinite_in_a_row = 0
         self._version: WeightsVersion | None = None
 
+    @property
+    def replicas(self) -> Replicas | None:
+        """That the trainable state is shared among; None: there is one."""
+        return None if self.sharding is None else self.sharding.replicas
+
     @classmethod
     async def create(cls, context: RunContext) -> LearnerRun:
         """Open the policy's storages."""
@@ -205,11 +210,6 @@ class LearnerRun:
             if joined is not None and not agreed:
                 await in_thread(partial(joined.all_true, False))
             raise
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """That the trainable state is shared among; None: there is one."""
-        return None if self.sharding is None else self.sharding.replicas
 
     def _load_model(self) -> None:
         context, state = self.context, self.storages.state

@@ -153,7 +153,7 @@ async def test_evaluations_are_of_all_replicas(lab, replicated):
 
 
 async def test_a_run_survives_the_death_of_a_rank_of_either_replica(replicated):
-    wanted = steady(replicated, Schedule.ROLLPLEX, steps=12)
+    wanted = steady(replicated, Schedule.ROLLPLEX, steps=60)
     (calm,) = await replicated.succeeded({"calm": wanted})
     async with replicated.node.client() as client:
         run = await client.create_run(wanted, run_dir=replicated.node.folder / "killed")
