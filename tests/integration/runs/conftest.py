@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TIGHT_ROOM_BYTES = 1_700_000
+DIVIDED_VOCABULARY = 368
 SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 
 
@@ -28,6 +29,16 @@ SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     initialise(load_spec(SPEC), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a vocabulary that two ranks divide."""
+    spec = load_spec(SPEC)
+    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": DIVIDED_VOCABULARY})
+    folder = tmp_path_factory.mktemp("divided") / "tiny"
+    initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder)
     return folder
 
 
@@ -63,7 +74,16 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, with two replicas of each service that computes."""
-    with _running(request, dp=2) as node:
+    with _running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def replicated_parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two replicas of two ranks of each service that computes."""
+    deadlines = Deadlines(start_s=400.0)
+    settings = {"train_tp": 2, "rollout_tp": 2, "dp": 2, "deadlines": deadlines}
+    with _running(request, **settings) as node:
         yield node
 
 
@@ -99,6 +119,7 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "governed_node",
         "parallel_node",
         "replicated_node",
+        "replicated_parallel_node",
         "tight_node",
         "faulty_node",
     ):

@@ -13,9 +13,7 @@ from common.errors import RollplexError
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.step.schedule import Schedule
-from common.vlm.initialise import initialise, load_spec
 from rollplex.models import RunState
-from tests.integration.runs.conftest import SPEC
 from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import (
@@ -29,8 +27,6 @@ from tests.integration.runs.recipes import (
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
 
 STEPS = 2
-VOCABULARY = 368
-"""Divided by the ranks."""
 PATIENCE = timedelta(seconds=300)
 BLOWS = (
     (Striker.window, "rollout/1"),
@@ -43,15 +39,6 @@ READERS = {
     ModelRole.POLICY: (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT),
     ModelRole.REFERENCE: (Service.REFERENCE, Service.PREFIX_ENCODER),
 }
-
-
-@pytest.fixture(scope="module")
-def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = load_spec(SPEC)
-    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
-    folder = tmp_path_factory.mktemp("divided") / "tiny"
-    initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
