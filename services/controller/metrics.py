@@ -14,7 +14,7 @@ from services.controller.move_tally import MoveTally
 from services.controller.record import SpanRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from common.step.place import Place
 
@@ -205,21 +205,14 @@ class StepObserver:
     def _overlap_metrics(self) -> dict[str, float]:
         """What of the work lies in windows of its own replica."""
         degree = self.view.place.degree
+        windows = [(rank // degree, span) for rank, span in self._windows]
+        prefixes = self._by_replica(_PREFIX_TASKS)
         first: dict[int, int] = {}
         for planned in self.view.plan.groups:
-            if self.view.everyone[planned.group].alive:
+            if self.view.groups[planned.group].alive:
                 first.setdefault(planned.replica, planned.group)
-        never = set(first.values())
-        windows = [(rank // degree, span) for rank, span in self._windows]
-        prefixes, vision = (
-            [
-                (event.sender.rank // degree, (span.start_ns, span.end_ns))
-                for event, span in self._spans
-                # A window cannot open before its first group's vision is encoded.
-                if span.task in tasks and not (tasks is _VISION_TASKS and event.group in never)
-            ]
-            for tasks in (_PREFIX_TASKS, _VISION_TASKS)
-        )
+        # No window can open before its first group's vision is encoded: that one never hides.
+        vision = self._by_replica(_VISION_TASKS, without=first.values())
         metrics: dict[str, float] = {}
         for name, spans in (
             ("prefix_overlap_fraction", prefixes),
@@ -229,6 +222,17 @@ class StepObserver:
             if share is not None:
                 metrics[name] = share
         return metrics
+
+    def _by_replica(
+        self, tasks: frozenset[Task], *, without: Collection[int] = ()
+    ) -> list[tuple[int, Span]]:
+        """Spans of some tasks, but for those of some groups, with their replica's number."""
+        degree = self.view.place.degree
+        return [
+            (event.sender.rank // degree, (span.start_ns, span.end_ns))
+            for event, span in self._spans
+            if span.task in tasks and event.group not in without
+        ]
 
     def _learner_metrics(self) -> dict[str, float]:
         return dict(self.view.published.metrics) if self.view.published else {}
