@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from bench.step_bound import SERIAL, bound_s, occupancy
+from bench.step_bound import SERIAL, bound_s, window_parts
 from bench.step_flops import ModelSizes, step_flops
 from common.rl.lengths import response_lengths
 from common.step.plan import StepMode
+from common.step.schedule import OWN_WEIGHTS
 from rollplex.report.run_files import read_steps, read_timeline
 
 if TYPE_CHECKING:
@@ -113,35 +114,41 @@ def compare(
 
     Args:
         figures: by label; nothing is added where no serial run is among them.
-        step_numbers: the timed steps, whose lengths say how many sequences decode when.
+        step_numbers: the timed steps, whose lengths say which sequences decode when.
         tables: by label, the co-run rates that its bound is from.
     """
     serial = figures.get(SERIAL)
     if serial is None:
         return
-    occupied = occupancy([])
-    for step in step_numbers:
-        lengths = [
-            length
-            for group in range(work.prompts)
-            for length in response_lengths(
-                work.lengths, seed=seed, step=step, group=group, samples=work.samples
-            )
-        ]
-        occupied.update(occupancy(lengths))
+    windows = [
+        window_parts(
+            [
+                response_lengths(
+                    work.lengths, seed=seed, step=step, group=group, samples=work.samples
+                )
+                for group in range(work.prompts)
+            ]
+        )
+        for step in step_numbers
+    ]
     for label, found in figures.items():
+        gain = serial["step_s"] / found["step_s"]
+        found |= {
+            "gain_over_serial": gain,
+            "decode_slowdown": found["window_s"] / serial["window_s"],
+        }
+        if found["schedule"] in OWN_WEIGHTS:
+            continue  # the bound is of one set of processors
         bound = bound_s(
             found["schedule"],
             serial,
             table=tables[label],
-            occupied=occupied,
+            windows=windows,
             prompts=work.prompts,
             train_vision=work.train_vision,
         )
-        gain, bound_gain = serial["step_s"] / found["step_s"], serial["step_s"] / bound
+        bound_gain = serial["step_s"] / bound
         found |= {
-            "gain_over_serial": gain,
-            "decode_slowdown": found["window_s"] / serial["window_s"],
             "bound_s": bound,
             "bound_gain": bound_gain,
             "share_of_bound": (gain - 1) / (bound_gain - 1) if bound_gain > 1 else None,

@@ -97,8 +97,8 @@ class Deployment(FrozenConfig):
     redis: RedisPlacement = RedisPlacement()
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each.
-    More than 1 needs device = "cpu" and the same rollout_tp (docs/parallel.md)."""
+    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
+    with device = "cuda" on a GPU each. More than 1 needs the same rollout_tp (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of the rollout."""
     dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
@@ -106,6 +106,10 @@ class Deployment(FrozenConfig):
     times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
+    rollout_gpus: Literal["shared", "own"] = "shared"
+    """Which GPUs the rollout computes on. shared: those of training, rank by rank. own: as many
+    others, behind those; for recipes with `schedule = "disaggregated"`, and for no others. On a CPU
+    it means nothing."""
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
@@ -160,26 +164,23 @@ class Deployment(FrozenConfig):
                 f"dp = {self.dp} with train_tp = {self.train_tp}: a service has at most "
                 f"{_RANKS_LIMIT} processes; lower one of them"
             )
-        for name, value in (("train_tp", self.train_tp), ("dp", self.dp)):
-            self._check_several(name, value)
-        return self
-
-    def _check_several(self, name: str, value: int) -> None:
-        """Raises ValueError if so many ranks of a service cannot run as the node is set up."""
-        if value > 1 and self.device != "cpu":
+        if self.dp > 1 and self.device != "cpu":
             raise ValueError(
-                f"{name} = {value} with device = {self.device!r}: several ranks run on "
-                'device = "cpu" only; set train_tp = 1, rollout_tp = 1 and dp = 1'
+                f"dp = {self.dp} with device = {self.device!r}: several replicas run on "
+                'device = "cpu" only; set dp = 1'
             )
-        if value > 1 and self.governor == "on":
+        if self.dp > 1 and self.governor == "on":
             raise ValueError(
-                f'{name} = {value} with governor = "on": jobs of several ranks cannot take turns; '
+                f'dp = {self.dp} with governor = "on": jobs of several replicas do not take turns; '
                 'set governor = "off"'
             )
+        return self
 
     @property
     def governed(self) -> bool:
         """Whether background work runs on shares of the SMs."""
+        if self.apart:
+            return False  # nothing runs beside the decode
         return self.governor == "on" or (self.governor == "auto" and self.device == "cuda")
 
     @property
@@ -240,10 +241,22 @@ class Deployment(FrozenConfig):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
+        """How many GPUs of the node are used."""
         if self.device != "cuda":
             return 0
+        if self.apart:
+            return self.train_tp + self.rollout_tp
         return max(self.ranks(service) for service in WORKERS)
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout and training are on different GPUs."""
+        return self.device == "cuda" and self.rollout_gpus == "own"
+
+    def gpu(self, participant: Participant) -> int:
+        """Which of the node's GPUs a worker computes on, of those that its process sees."""
+        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
+        return behind + participant.rank
 
     @property
     def worker_threads(self) -> int:

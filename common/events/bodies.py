@@ -165,6 +165,24 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PushBegan:
+    """A rank of the learner sends the weights of a version to the same rank of the rollout."""
+
+    weights_version: WeightsVersion
+    elements: int
+    """So many of the flat weights follow on the link of the two; the others stay as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushEnded:
+    """The rollout's weights are readable as that version."""
+
+    weights_version: WeightsVersion
+    size_bytes: int
+    """That were received."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AheadDone:
     """A result for a prompt of the next step lies in the sender's process.
 
@@ -240,6 +258,8 @@ Body = (
     | ResponsesTrained
     | PrefixBackpropagated
     | WeightsPublished
+    | PushBegan
+    | PushEnded
     | AheadDone
     | TaskFailed
     | TaskCommanded

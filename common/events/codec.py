@@ -270,6 +270,20 @@ _CODECS: dict[type[Any], _Codec] = {
             weights_version=WeightsVersion(m.weights_version), metrics=dict(m.metrics)
         ),
     ),
+    bodies.PushBegan: (
+        "push_began",
+        lambda b: events_pb2.PushBegan(weights_version=b.weights_version, elements=b.elements),
+        lambda m: bodies.PushBegan(
+            weights_version=WeightsVersion(m.weights_version), elements=m.elements
+        ),
+    ),
+    bodies.PushEnded: (
+        "push_ended",
+        lambda b: events_pb2.PushEnded(weights_version=b.weights_version, size_bytes=b.size_bytes),
+        lambda m: bodies.PushEnded(
+            weights_version=WeightsVersion(m.weights_version), size_bytes=m.size_bytes
+        ),
+    ),
     bodies.AheadDone: (
         "ahead_done",
         lambda b: events_pb2.AheadDone(task=b.task, index=b.index),

@@ -15,7 +15,7 @@ from common.events import Event, bodies
 from common.events.bodies import ModelRole
 from common.step.place import Place
 from common.step.plan import StepMode, StepPlan
-from common.step.schedule import ORDER, TABLE, AccumulationOrder, Condition
+from common.step.schedule import ORDER, OWN_WEIGHTS, TABLE, AccumulationOrder, Condition
 from common.step.tasks import AHEAD, Task
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class StepView:
         self.window_opened = False
         self.window_closed: bodies.WindowClosed | None = None
         self.published: bodies.WeightsPublished | None = None
+        self.push: bodies.PushBegan | None = None
+        self.pushed: bodies.PushEnded | None = None
         self.aborted: bodies.StepAborted | None = None
         self.failed: bodies.TaskFailed | None = None
         self.window_start_ns: int | None = None
@@ -226,6 +228,10 @@ class StepView:
                 self.window_end_ns = event.work.end_ns if event.work else None
             case bodies.AheadDone(task=task, index=index):
                 self.ahead[index].done.add(task)
+            case bodies.PushBegan() as push:
+                self.push = push
+            case bodies.PushEnded() as pushed:
+                self.pushed = pushed
             case bodies.WeightsPublished() as published:
                 self.published = published
             case bodies.StepAborted() as aborted:
@@ -263,7 +269,8 @@ class StepView:
     def wants(self, task: Task) -> bool:
         """Whether this step has such a task at all."""
         if self.plan.mode is StepMode.EVAL:
-            return task in EVAL_TASKS
+            own_vision = self.plan.schedule in OWN_WEIGHTS
+            return task in EVAL_TASKS and not (own_vision and task is Task.POLICY_VISION)
         return self.needs_reference or task not in REFERENCE_TASKS
 
     def may_start(self, task: Task, group: GroupId | None) -> bool:

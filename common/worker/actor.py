@@ -241,8 +241,8 @@ class WorkerActor(Actor[Message]):
             _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
         older = self._configuring
-        if older is not None and self._holder.joins and older.epoch < ask.epoch:
-            # It may wait for ranks that have failed in it already.
+        if older is not None and self._holder.joins(older) and older.epoch < ask.epoch:
+            # It may wait for processes that have failed in it already.
             self._cancel_configuring(f"epoch {ask.epoch} has begun")
         elif older is not None:
             text = f"{self.participant} is still configuring; ask again"
@@ -321,7 +321,7 @@ class WorkerActor(Actor[Message]):
         Of several ranks, for so long only. A checkpoint may take long, but ends on all ranks at the
         same time: none of them has come to be configured before.
         """
-        if not self._holder.joins:
+        if not self._holder.has_collectives:
             await self._epochs.settled()
             return
         while not self._epochs.idle_beside:

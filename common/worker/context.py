@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
+    from common.worker.push_link import PushLink
     from common.worker.ranks import Ranks
 
 DTYPES: dict[str, torch.dtype] = {
@@ -48,6 +49,8 @@ class RunContext:
     """Among the ranks of this service."""
     joined: Ranks | None = None
     """Those that it has collectives with; None: there are none."""
+    push: PushLink | None = None
+    """Of a rank of learner and rollout, where the latter has weights of its own, to the other."""
 
     @property
     def degree(self) -> int:

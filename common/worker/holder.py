@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from common.governor.table import H200, load_table
 from common.ids import Service
+from common.step.schedule import OWN_WEIGHTS
 from common.worker.context import RunContext
 from common.worker.governor import Governor
 from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
 from common.worker.own_memory import OwnMemory
+from common.worker.push_link import PUSHERS, PushLink
 from common.worker.ranks import Ranks, others_present, present
 from common.worker.threads import in_thread
 
@@ -81,8 +83,8 @@ class RunHolder:
             self._opened(self.link)
             self.own_memory = OwnMemory(self.link.broker, self._device)
             self.run = await self._load(ask, self.link)
-        elif self.joins:
-            # Its models are bound to the communicators of the ranks that there were.
+        elif self.joins(ask):
+            # It is bound to the communicators of the processes that there were.
             await self._give_up_run()
             self.run = await self._load(ask, self.link)
         prepared = await self.run.prepare()
@@ -105,21 +107,30 @@ class RunHolder:
             engine_python=self._deployment.engine_python,
             governed=self._deployment.governed,
             place=self.place,
-            joined=await self._join(ask) if self.joins else None,
+            joined=await self._join(ask) if self.has_collectives else None,
+            push=await self._join_push(ask) if self._pushes(ask) else None,
         )
         if self.context.governed and self._participant.service in BACKGROUND:
             self.governor = await _governor(self.context, self._deployment.governor_table)
         return await self._factory(self.context)
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether there are ranks that it has collectives with."""
+        return self._joining.world > 1
+
+    def joins(self, ask: Configure) -> bool:
+        """Whether it waits for other processes in `configure`, and makes communicators anew."""
+        return self.has_collectives or self._pushes(ask)
+
+    def _pushes(self, ask: Configure) -> bool:
+        pushed = ask.recipe.training.schedule in OWN_WEIGHTS
+        return pushed and self._participant.service in PUSHERS
+
     def others_have_come(self, ask: Configure) -> bool:
         """Whether another rank waits in `configure` for this one: it has no job left."""
         place = self._joining
         return others_present(self._rendezvous(ask), rank=place.rank, degree=place.world)
-
-    @property
-    def joins(self) -> bool:
-        """Whether this rank has collectives with others."""
-        return self._joining.world > 1
 
     @property
     def _joining(self) -> Place:
@@ -139,9 +150,26 @@ class RunHolder:
                 lambda: Ranks.join(
                     rendezvous,
                     place=place,
+                    device=self._device.torch,
                     collective_timeout_s=ask.recipe.training.step_deadline_s,
                 ),
                 unwanted=Ranks.leave,
+            )
+
+    async def _join_push(self, ask: Configure) -> PushLink:
+        rank = PUSHERS.index(self._participant.service)
+        name = f"push{self._participant.rank}-{ask.run_id}-{ask.epoch}.ranks"
+        rendezvous = self._deployment.socket_dir / name
+        async with present(rendezvous, rank=rank, degree=len(PUSHERS)):
+            return await in_thread(
+                lambda: PushLink.join(
+                    rendezvous,
+                    rank=rank,
+                    device=self._device.torch,
+                    bucket_bytes=int(ask.recipe.training.push_bucket_mib * 2**20),
+                    timeout_s=ask.recipe.training.step_deadline_s,
+                ),
+                unwanted=PushLink.close,
             )
 
     async def _give_up_run(self) -> None:
@@ -151,6 +179,8 @@ class RunHolder:
             if run is not None:
                 await run.close()
         finally:
+            if context is not None and context.push is not None:
+                context.push.close()
             if context is not None and context.joined is not None:
                 context.joined.leave()
 

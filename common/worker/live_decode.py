@@ -54,7 +54,8 @@ class LiveDecode:
             writers=(context.peer(Service.ROLLOUT),),
             placement=Placement.HOST,
         )
-        storage = await context.broker.open_storage(context.run_id, DECODE_STORAGE, create=spec)
+        name = context.storage_name(DECODE_STORAGE)
+        storage = await context.broker.open_storage(context.run_id, name, create=spec)
         live = cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
         if storage.writable:
             # A rollout that died while it decoded could not say that nothing decodes any more.

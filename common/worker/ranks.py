@@ -39,6 +39,8 @@ PRESENT_TIMEOUT_S = 30.0
 """Longest wait for the other ranks to be configured too."""
 AGREE_TIMEOUT_S = 120.0
 """Longest wait for the other ranks once all have come, such as for a checkpoint to be read."""
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By the device that ranks compute on. What they agree on is in the host's memory."""
 LOOK_EVERY_S = 0.05
 """Between two looks at which ranks have come."""
 PARTED_AFTER_S = 5.0
@@ -100,19 +102,30 @@ class Ranks:
         self.replicas = replicas
 
     @classmethod
-    def join(cls, rendezvous: Path, *, place: Place, collective_timeout_s: float) -> Ranks:
+    def join(
+        cls,
+        rendezvous: Path,
+        *,
+        place: Place,
+        device: torch.device,
+        collective_timeout_s: float,
+    ) -> Ranks:
         """Wait for the other ranks, which do the same; blocks.
 
         Args:
             rendezvous: a file that no earlier call has used, the same for all ranks; removed.
             place: of this rank among all that join.
+            device: that this rank computes on; of a GPU each rank has another one.
             collective_timeout_s: longest wait of a collective of `mesh` and `replicas`.
         Raises: RuntimeError (`torch.distributed.DistError`) if one does not come in time.
         """
         # Ranks are of one node, and nothing of it is to be reached from outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
+            _BACKENDS[device.type],
             init_method=f"file://{rendezvous}",
             rank=place.rank,
             world_size=place.world,
@@ -122,8 +135,8 @@ class Ranks:
         groups = [everyone[first:][: place.degree] for first in everyone[:: place.degree]]
         across = [everyone[first :: place.degree] for first in everyone[: place.degree]]
         try:
-            mesh = _mesh(groups, timeout_s=collective_timeout_s)
-            replicas = _mesh(across, timeout_s=collective_timeout_s)
+            mesh = _mesh(groups, device, timeout_s=collective_timeout_s)
+            replicas = _mesh(across, device, timeout_s=collective_timeout_s)
             dist.barrier()
         except BaseException:
             dist.destroy_process_group()
@@ -144,6 +157,14 @@ class Ranks:
         """Whether it is true on every rank of the replica; blocks until all have asked."""
         return value if self.mesh is None else _extremes(int(value), self.mesh.get_group())[0] == 1
 
+    def told(self, number: int) -> int:
+        """The number of the replica's first rank; blocks until it has said it."""
+        if self.mesh is None:
+            return number
+        said = torch.tensor([number], dtype=torch.int64)
+        dist.broadcast(said, group=self.mesh.get_group(), group_src=0)
+        return int(said)
+
     def meet(self) -> None:
         """Block until all ranks of all replicas have come here."""
         # Behind the first, the whole replica has come; behind the second, all replicas have.
@@ -157,10 +178,10 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _mesh(groups: list[range], *, timeout_s: float) -> DeviceMesh | None:
+def _mesh(groups: list[range], device: torch.device, *, timeout_s: float) -> DeviceMesh | None:
     if len(groups[0]) == 1:
         return None
-    return tensor_mesh(groups, device_type="cpu", timeout_s=timeout_s)
+    return tensor_mesh(groups, device_type=device.type, timeout_s=timeout_s)
 
 
 def _extremes(number: int, group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -139,7 +139,7 @@ class StepScope:
         Raises: StepOver if the epoch ends before it starts.
         """
         governor = self._governor
-        if governor is None or not governor.decoding:
+        if governor is None or not governor.wants_token:
             await self._keep_to_budget()
             return await self._computed(task, job, work, beside=False)
         async with self.exclusive(governor.token.storage):

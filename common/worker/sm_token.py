@@ -47,7 +47,8 @@ class SmToken:
             writers=tuple(context.peer(service) for service in BACKGROUND),
             placement=Placement.HOST,
         )
-        storage = await context.broker.open_storage(context.run_id, TOKEN_STORAGE, create=spec)
+        name = context.storage_name(TOKEN_STORAGE)
+        storage = await context.broker.open_storage(context.run_id, name, create=spec)
         return cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
 
     @property
@@ -63,6 +64,10 @@ class SmToken:
         A holder that died leaves its share until the next one comes, which costs time at most.
         """
         return int(self._word[0])
+
+    def is_taken(self) -> bool:
+        """Whether a job runs beside the decode at the moment."""
+        return self.share > 0
 
     @contextmanager
     def taken(self, share: int) -> Iterator[None]:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 POLICY_WEIGHTS = "policy.weights"
 POLICY_GRADIENTS = "policy.gradients"
+ROLLOUT_WEIGHTS = "rollout.weights"
+"""The policy's in the rollout, where it has a copy of its own (`OWN_WEIGHTS`)."""
 REFERENCE_WEIGHTS = "reference.weights"
 
 REFERENCE_VERSION = WeightsVersion(0)

@@ -94,6 +94,8 @@ class Storage:
     """Whether the host has memory for its contents; from its first spill on."""
     copied: bool = False
     """Whether what is in there are the contents: nobody was let in to write since."""
+    uncopyable: bool = False
+    """Whether the system had no memory for a copy since somebody last parked it."""
     starved: bool = False
     """Whether the device had no memory when the contents were last to come back."""
     again_ns: int = 0

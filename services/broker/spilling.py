@@ -90,6 +90,7 @@ class Spilling:
         if all(hold.participant != participant for hold in storage.holds.values()):
             storage.lose(participant)
             storage.parked.add(participant)
+            storage.uncopyable = False
 
     def prefetch(self, storage: Storage, participant: Participant) -> None:
         """A participant will hold it. Nothing for one that has not parked it."""
@@ -116,9 +117,7 @@ class Spilling:
             case Residence.SPILLING, _:
                 storage.has_copy = storage.copied = False
                 self._rooms.copies.give_back(storage.size_bytes, run_scoped=True)
-                # It is not tried again before somebody parks it again.
-                storage.parked.clear()
-                storage.expected.clear()
+                storage.uncopyable = True
                 storage.cell.move(Residence.RESIDENT, "no memory for the copy")
             case _:
                 self._give_back_device(storage)
@@ -193,15 +192,16 @@ class Spilling:
         return storage.cell.state is Residence.SPILLED and self._wanted(storage)
 
     def _can_spill(self, storage: Storage) -> bool:
-        idle = storage.resident and storage.parked and not (storage.mapped or storage.holds)
-        return bool(idle) and not self._wanted(storage)
+        movable = storage.spillable and storage.resident and not storage.uncopyable
+        idle = not (storage.mapped or storage.holds)
+        return movable and idle and not self._wanted(storage)
 
     def _spill(self, storage: Storage) -> None:
         if not storage.has_copy:
             self._rooms.copies.take_now(f"copy of {storage.name}", storage.size_bytes)
             storage.has_copy = True
         storage.expected.clear()
-        storage.cell.move(Residence.SPILLING, "parked by all")
+        storage.cell.move(Residence.SPILLING, "nobody has it mapped")
         self._outbox.add(SpillMemory(generation=storage.generation, copied=storage.copied))
 
     def _try_again(self, device: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
 from common.step.plan import EVAL_SPLIT, TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 
 if TYPE_CHECKING:
     from common.step.place import Place
@@ -98,7 +98,7 @@ class RunSettings:
             step=step,
             epoch=epoch,
             mode=StepMode.EVAL,
-            schedule=Schedule.SERIAL,
+            schedule=self.schedule if self.schedule in OWN_WEIGHTS else Schedule.SERIAL,
             weights_version=WeightsVersion(step),
             groups=self._eval_groups(),
             samples_per_group=1,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
 from common.weights.cuts import cuts
 
@@ -94,6 +95,8 @@ def needed_bytes(recipe: Recipe, *, device: str, place: Place) -> dict[str, int]
         ),
         "policy.gradients": place.replicas * trainable * master,
     }
+    if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
+        needed["rollout.weights"] = policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = place.replicas * reference.total * compute
     return needed

@@ -20,6 +20,7 @@ from common.worker.weights import ModelShape, first_weights, policy_shape, share
 from common.worker.work import Prepared, ReadWeights
 from services.learner.checkpoints import CheckpointStore, version_of
 from services.learner.optimizer_file import CheckpointInvalid
+from services.learner.push import push_whole
 from services.learner.shadow import HostShadow
 from services.learner.sharding import Sharding
 from services.learner.step import LearnerStep
@@ -84,6 +85,7 @@ class LearnerRun:
         if version is None:
             version = await self._restore()
         self._version = version
+        await self._push(version)
         layout = self.shape.whole
         return Prepared(
             weights_version=version,
@@ -135,6 +137,13 @@ class LearnerRun:
     async def close(self) -> None:
         """Drop the mappings."""
         self.storages.close()
+
+    async def _push(self, version: WeightsVersion) -> None:
+        """See that a rollout with weights of its own has the version."""
+        if self.context.push is None:
+            return
+        with await self.storages.weights.hold_read(version, timeout_s=HOLD_TIMEOUT_S):
+            await push_whole(self.context.push, version, self.storages.state.weights)
 
     # ---------------------------------------------------------------- restoring
 

@@ -60,11 +60,13 @@ class LearnerStorages:
     async def open(cls, context: RunContext, layout: WeightLayout) -> LearnerStorages:
         """Create them, or attach to those that are there."""
         me, encoder = context.participant, context.peer(Service.PREFIX_ENCODER)
+        # One that is pushed to has weights of its own.
+        sharing = () if context.push is not None else (context.peer(Service.ROLLOUT),)
         specs = {
             POLICY_WEIGHTS: flat_spec(
                 layout.total_elements,
                 context.dtype,
-                readers=(me, encoder, context.peer(Service.ROLLOUT)),
+                readers=(me, encoder, *sharing),
                 writers=(me,),
             ),
             POLICY_GRADIENTS: flat_spec(

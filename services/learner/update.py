@@ -7,7 +7,8 @@ Order: change, make durable, publish. The weights are held from before the first
 new version is durable. The parts are published one by one as they are changed, so that each can
 leave the device while the next ones are updated: nobody but the learner reads them. Whatever ends
 the update before its first change leaves the old version whole; later, the weights are torn, and a
-durable copy is whole.
+durable copy is whole. A rollout with weights of its own gets the buckets of them as they are made,
+and can read the version before the step ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from common.rl.optimizer import FlatAdamW, global_norm, ready_gradients
 from common.step.tasks import Task
 from common.tensors.parts import PARTS_IN_FLIGHT
 from services.learner.errors import TooManyNonFinite
+from services.learner.push import WeightsPush
 from services.learner.step_metrics import step_metrics
 
 if TYPE_CHECKING:
@@ -63,6 +65,12 @@ class Update:
         self._scope = scope
         self._version = version
         self._timeout_s = run.context.recipe.training.step_deadline_s
+        self._push: WeightsPush | None = None
+
+    def advance(self) -> None:
+        """An event was folded into the view."""
+        if self._push is not None:
+            self._push.advance()
 
     async def make(self, *, accumulated: bool) -> Made:
         """Update weights and optimizer state from the accumulator, which the caller holds.
@@ -76,6 +84,7 @@ class Update:
         report = ready.value
         applied = report if report is not None and report.applied else None
         end_ns = ready.span.end_ns
+        await self._begin_push(applied)
         for number, (storage, part) in enumerate(run.storages.parts()):
             end_ns = await self._rewrite(number, storage, part, applied, weights)
         if run.replicas is not None and applied is not None:
@@ -84,6 +93,8 @@ class Update:
         metrics = step_metrics(scope.view, report)
         if run.context.recipe.training.host_shadow:
             await scope.between_jobs(partial(run.shadow.finish, self._version))
+        if self._push is not None:
+            metrics |= await self._push.end()
         # A version is durable once every rank has saved it,
         await self._meet()
         if run.context.speaks_for_all:
@@ -128,11 +139,24 @@ class Update:
                 run.shadow.save(part)
 
         done = await scope.run(Task.UPDATE, apply)
+        if self._push is not None:
+            self._push.made(part.elements.stop)
         await rewriting.publish()
         scope.give_back(rewriting)
         if run.context.spills_optimizer:
             await scope.between_jobs(storage.park)
         return done.span.end_ns
+
+    async def _begin_push(self, applied: UpdateReport | None) -> None:
+        """Where the rollout has weights of its own: of those that change, if any do."""
+        run, link = self._run, self._run.context.push
+        if link is None:
+            return
+        state = run.storages.state
+        elements = 0 if applied is None else state.layout.trainable_elements
+        weights = state.weights[:elements]
+        self._push = WeightsPush(self._scope, link, version=self._version, weights=weights)
+        await self._push.begin()
 
     async def _meet(self) -> None:
         """Wait for the other ranks."""

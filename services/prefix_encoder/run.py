@@ -109,6 +109,7 @@ class PrefixEncoderRun:
             reserve_bytes=int(recipe.training.graph_reserve_gib * 2**30),
             memory=lambda: device_memory(context.device),
             give_back=torch.cuda.empty_cache,
+            agree=None if context.joined is None else context.joined.agree,
         )
         compute = Lane(
             name="compute",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
@@ -18,8 +22,9 @@ from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
 from common.vlm.prefix import PrefixKV
-from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text
+from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text, whole_prompt
 from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
+from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.threads import in_thread
 from common.worker.weights import KV
 from services.rollout.decode_loop import DecodeLoop
@@ -29,8 +34,6 @@ from services.rollout.recording import Recording
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from common.tensors.lease import Lease
     from common.tensors.storage import Hold
@@ -52,6 +55,8 @@ class RolloutStep:
         self._inputs: dict[GroupId, list[Lease]] = {}
         self._finished: dict[GroupId, FinishedGroup] = {}
         self._hold: Hold | None = None
+        self._holding = asyncio.Lock()
+        self._taking = False
         self._recorded = (
             None
             if scope.plan.replay_dir is None
@@ -77,13 +82,19 @@ class RolloutStep:
             self._loop.drop(group)
 
     async def advance(self) -> None:
-        """Let the update begin once nothing decodes any more."""
-        if self._hold is not None and self._scope.view.window_closed is not None:
+        """Let the update begin once nothing decodes any more; take what it pushes."""
+        own, view = self._run.own, self._scope.view
+        if self._hold is not None and view.window_closed is not None:
             self._scope.give_back(self._hold)
             self._hold = None
+        if own is not None and view.push is not None and not self._taking:
+            self._taking = True
+            self._scope.spawn(Task.UPDATE, partial(own.take, self._scope, view.push))
 
     def close(self) -> None:
         """End the decode, give the K/V memory back."""
+        if self._run.own is not None and self._training and self._scope.view.published is None:
+            self._run.own.close()
         self._run.engine.abort()
         self._run.engine.release()
         self._run.live.set_rows(0)
@@ -123,6 +134,8 @@ class RolloutStep:
         """Hold what the group's decode reads, until the engine has taken it in."""
         scope, state = self._scope, self._scope.view.groups[group]
         assert state.prepared is not None
+        if self._run.own is not None:
+            return await self._own_request(group, state.prepared.prompt_lease)
         assert state.vision is not None
         from_lease = scope.plan.schedule in PREFILL_FROM_LEASE
         extra = state.prefixes[ModelRole.POLICY].lease if from_lease else state.vision.lease
@@ -142,6 +155,34 @@ class RolloutStep:
             limits=self._limits(group),
         )
 
+    async def _own_request(self, group: GroupId, prompt_lease: LeaseId) -> GroupRequest:
+        """The same, of a rollout that encodes pictures itself."""
+        scope, run = self._scope, self._run
+        (lease,) = await scope.acquire(prompt_lease)
+        self._prompts[group] = text = prompt_text(lease)
+        self._inputs[group] = [lease]
+        await self._weights_held()
+
+        def encoded() -> torch.Tensor:
+            with torch.no_grad():
+                return run.model.vision_embeddings(whole_prompt(lease).to(run.context.device))
+
+        return GroupRequest(
+            group=group,
+            prompt=text.without_pixels(run.context.device),
+            vision=(await scope.run(Task.DECODE, encoded)).value,
+            recorded=None if self._recorded is None else self._recorded.responses(group),
+            limits=self._limits(group),
+        )
+
+    async def _weights_held(self) -> None:
+        """Hold the version that the step is about. Raises WrongVersion."""
+        async with self._holding:
+            if self._hold is None:
+                if self._run.own is not None:
+                    self._run.own.require(self._scope.view.version)
+                self._hold = await self._scope.read(self._run.weights, self._scope.view.version)
+
     def _limits(self, group: GroupId) -> tuple[int, ...] | None:
         if self._lengths is None:
             return None
@@ -156,8 +197,10 @@ class RolloutStep:
 
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
-        scope = self._scope
-        self._hold = await scope.read(self._run.weights, scope.view.version)
+        scope, memory = self._scope, self._run.memory
+        await self._weights_held()
+        scope.keep(memory)
+        await memory.take(timeout_s=HOLD_TIMEOUT_S)
         await self._gate()
         admitting_ns = opened_ns = None
         sampled: list[FinishedGroup] = []
@@ -174,6 +217,7 @@ class RolloutStep:
             for finished in turn.finished:
                 sampled.append(finished)
                 await self._publish(finished, opened_ns or turn.start_ns, turn.end_ns)
+        scope.give_back(memory)
         end_ns = time.monotonic_ns()
         records = self._training and self._run.context.leads
         if records and self._run.context.recipe.training.record_responses:

@@ -31,7 +31,9 @@ def layout_of(elements):
 
 def main(rank, folder, degree, replicas):
     place = Place(rank=rank, degree=degree, replicas=replicas)
-    ranks = Ranks.join(folder / "join", place=place, collective_timeout_s=30.0)
+    ranks = Ranks.join(
+        folder / "join", place=place, device=torch.device("cpu"), collective_timeout_s=30.0
+    )
     ranks.meet()
     seen = {
         "tensor": None if ranks.mesh is None else ranks.mesh.get_local_rank(),

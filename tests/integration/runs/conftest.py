@@ -65,9 +65,10 @@ def governed_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """A node of the module's own, with two ranks of each service that computes."""
+    """A node of the module's own, with two ranks of each service that computes, taking turns."""
     deadlines = Deadlines(start_s=300.0)
-    with _running(request, train_tp=2, rollout_tp=2, deadlines=deadlines) as node:
+    ranks = {"train_tp": 2, "rollout_tp": 2}
+    with _running(request, **ranks, governor="on", deadlines=deadlines) as node:
         yield node
 
 

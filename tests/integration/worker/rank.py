@@ -20,7 +20,9 @@ def main(rank, folder):
     for attempt in range(2):
         rendezvous = folder / f"join-{attempt}"
         place = Place(rank=rank, degree=DEGREE)
-        ranks = Ranks.join(rendezvous, place=place, collective_timeout_s=30.0)
+        ranks = Ranks.join(
+            rendezvous, place=place, device=torch.device("cpu"), collective_timeout_s=30.0
+        )
         total = torch.tensor([rank + 1])
         dist.all_reduce(total, group=ranks.mesh.get_group())
         ranks.meet()

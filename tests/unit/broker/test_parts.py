@@ -192,12 +192,13 @@ def test_leases_may_take_what_parts_that_are_not_in_flight_leave() -> None:
         assert room[GPU] == (5 - 1 - 3) * GPU_PAGE
 
 
+@pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("victim", range(3))
-def test_a_death_between_two_parts_leaves_versions_that_disagree(victim: int) -> None:
-    whole = Whole(4, room=2)
+def test_a_death_between_two_parts_leaves_versions_that_disagree(victim: int, room: int) -> None:
+    whole = Whole(4, room=room)
     for number in range(victim + 1):
         whole.write(number, 1)
-    whole.hold(victim + 1, 1)
+    whole.settle(whole.hold(victim + 1, 1))
     whole.drive.kill(LEARNER)
     whole.settle()
     whole.drive.join(LEARNER)
@@ -208,7 +209,7 @@ def test_a_death_between_two_parts_leaves_versions_that_disagree(victim: int) ->
         opened = whole.drive.answer(opening)
         found.append((opened.version, opened.torn))
         whole.drive.park(LEARNER, opened.storage_id)
-    assert found == [(int(number <= victim), False) for number in range(4)]
+    assert found == [(int(number <= victim), number == victim + 1) for number in range(4)]
 
 
 @settings(max_examples=60, deadline=None)

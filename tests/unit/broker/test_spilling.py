@@ -244,11 +244,23 @@ def test_the_death_of_the_last_who_has_it_mapped_is_as_good() -> None:
     assert lone.drive.moves
 
 
-def test_the_death_of_the_only_one_leaves_it_where_it_is() -> None:
+def test_after_the_death_of_the_only_one_it_leaves() -> None:
     lone = Lone(parked=False)
     lone.drive.kill(LEARNER)
+    lone.drive.end_move()
+    assert lone.rows == [(COPIES, "spilled readable(v0)")]
+
+
+def test_without_memory_for_the_copy_it_stays_after_a_death() -> None:
+    lone = Lone(parked=False)
+    lone.drive.kill(LEARNER)
+    lone.drive.end_move(fail=True)
     assert lone.rows == [(GPU, "readable(v0)")]
     assert not lone.drive.moves
+    lone.drive.join(LEARNER)
+    opened = lone.drive.answer(lone.drive.open(LEARNER, SPEC))
+    lone.drive.park(LEARNER, opened.storage_id)
+    assert isinstance(lone.drive.moves[0], SpillMemory)
 
 
 def test_a_park_that_crossed_a_hold_changes_nothing() -> None:

@@ -173,13 +173,10 @@ def test_wrong_value_is_named(item, words):
 
 
 @pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
-@pytest.mark.parametrize(
-    ("several", "sets"), [("train_tp = 2", ["train_tp=2", "rollout_tp=2"]), ("dp = 2", ["dp=2"])]
-)
-def test_several_ranks_run_ungoverned_on_the_cpu(item, several, sets):
+def test_several_replicas_run_ungoverned_on_the_cpu(item):
     name, _, value = item.partition("=")
-    with pytest.raises(ConfigError, match=f"{several} with {name} = ['\"]{value}"):
-        load_deployment(None, [*sets, item])
+    with pytest.raises(ConfigError, match=f"dp = 2 with {name} = ['\"]{value}"):
+        load_deployment(None, ["dp=2", item])
 
 
 def test_every_replica_has_all_ranks():
@@ -191,6 +188,12 @@ def test_every_replica_has_all_ranks():
     }
     place = deployment.place(Participant(service=Service.ROLLOUT, rank=5))
     assert (place.replica, place.tensor_rank) == (2, 1)
+
+
+def test_several_ranks_have_a_gpu_each_and_are_governed():
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "device=cuda"])
+    assert deployment.gpus == 2
+    assert deployment.governed
 
 
 def test_every_worker_has_the_ranks_of_its_side():
@@ -222,3 +225,17 @@ def test_background_work_is_governed_where_there_is_a_gpu_or_it_is_asked_for(
     device, governor, governed
 ):
     assert Deployment(node="here", device=device, governor=governor).governed is governed
+
+
+@pytest.mark.parametrize(
+    ("device", "rollout_gpus", "gpus", "of_rollout"),
+    [("cpu", "own", 0, 0), ("cuda", "shared", 1, 0), ("cuda", "own", 2, 1)],
+)
+def test_a_rollout_apart_has_the_gpus_behind_those_of_training(
+    device, rollout_gpus, gpus, of_rollout
+):
+    deployment = Deployment(device=device, rollout_gpus=rollout_gpus)
+    assert deployment.gpus == gpus
+    assert deployment.gpu(Participant(service=Service.ROLLOUT)) == of_rollout
+    assert deployment.gpu(Participant(service=Service.LEARNER)) == 0
+    assert deployment.governed is (device == "cuda" and rollout_gpus == "shared")

@@ -8,6 +8,7 @@ import pytest
 
 from common.config.deployment import Deployment
 from common.errors import InvalidArgument
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.vlm.errors import DegreeInvalid
 from common.vlm.tiny import tiny_config
 from services.controller.ranks import check_ranks
@@ -20,8 +21,8 @@ def model(tmp_path):
     return tmp_path
 
 
-def node(degree):
-    return Deployment(train_tp=degree, rollout_tp=degree)
+def node(degree, **settings):
+    return Deployment(train_tp=degree, rollout_tp=degree, **settings)
 
 
 def rewarded(model, on_error):
@@ -59,5 +60,22 @@ def test_sglang_has_one_rank(model):
             check_ranks(wanted, several)
 
 
+def test_replicas_push_no_weights(tmp_path):
+    wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
+    check_ranks(wanted, node(1))
+    with pytest.raises(InvalidArgument, match=r'"disaggregated" on a node with dp = 2'):
+        check_ranks(wanted, Deployment(dp=2))
+
+
 def test_replicas_may_drop_groups(model):
     check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_rollout_shares_gpus_where_it_shares_weights(tmp_path, schedule):
+    right, wrong = ("own", "shared") if schedule in OWN_WEIGHTS else ("shared", "own")
+    wanted = recipe(tmp_path / "absent", schedule)
+    check_ranks(wanted, node(1, device="cuda", rollout_gpus=right))
+    with pytest.raises(InvalidArgument, match=f'"{schedule}".*needs rollout_gpus = "{right}"'):
+        check_ranks(wanted, node(1, device="cuda", rollout_gpus=wrong))
+    check_ranks(wanted, node(1, rollout_gpus=wrong))

@@ -72,6 +72,8 @@ BODIES = [
     bodies.PrefixBackpropagated(),
     bodies.PrefixBackpropagated(recomputed=True, recompute_s=0.25),
     bodies.WeightsPublished(weights_version=WeightsVersion(4), metrics={"norm": 0.5}),
+    bodies.PushBegan(weights_version=WeightsVersion(4), elements=12),
+    bodies.PushEnded(weights_version=WeightsVersion(4), size_bytes=48),
     bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),
     bodies.TaskFailed(task="update", code="internal", type="X", message="m", retryable=True),
     bodies.TaskCommanded(number=3, task=Task.REFERENCE_SCORE, group=GroupId(0)),
