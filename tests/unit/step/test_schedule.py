@@ -154,7 +154,8 @@ def test_a_rollout_with_its_own_weights_waits_for_no_vision():
 
 def test_a_push_is_about_one_rank():
     view = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False)
-    other = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False, place=Place(rank=1))
+    place = Place(rank=1, degree=2)
+    other = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False, place=place)
     began, ended = (
         bodies.PushBegan(weights_version=V(1), elements=3),
         bodies.PushEnded(weights_version=V(1), size_bytes=12),
