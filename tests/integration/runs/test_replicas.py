@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from common.data.order import step_samples
+from common.events.bodies import ModelRole
+from common.ids import Service
 from common.step.schedule import Schedule
 from rollplex.models import RunState
 from rollplex.verify.task import ROWS
 from tests.integration.runs import task
-from tests.integration.runs.lab import Finished, Lab
+from tests.integration.runs.lab import Finished, Lab, reach
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import different, final_tensors, recipe, relative_difference
 from tests.integration.runs.test_samples import named
@@ -150,6 +152,22 @@ async def test_evaluations_are_of_all_replicas(lab, replicated):
         assert all("reward_mean" in step for step in evaluations)
     assert counted[0] == counted[1]
     assert [groups for groups, _ in counted[0]] == [5, 5]
+
+
+async def test_every_replica_reads_the_weights_of_its_learner(replicated):
+    wanted = steady(replicated, steps=50)
+    async with replicated.node.client() as client:
+        run = await client.create_run(wanted, run_dir=replicated.node.folder / "verified")
+        await reach(client, run.run_id, RunState.RUNNING, steps=1)
+        await client.pause(run.run_id)
+        await reach(client, run.run_id, RunState.PAUSED)
+        report = await client.verify_weights()
+        await client.stop(run.run_id)
+        assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
+    assert report.differences == ()
+    policy = {one.consumer for one in report.read if one.role is ModelRole.POLICY}
+    readers = (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT)
+    assert policy == {f"{service}/{rank}" for service in readers for rank in range(2)}
 
 
 async def test_a_run_survives_the_death_of_a_rank_of_either_replica(replicated):

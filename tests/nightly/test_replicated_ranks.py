@@ -15,7 +15,7 @@ from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import different, final_tensors, relative_difference
 from tests.integration.runs.test_ranks import steady
 
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.redis, pytest.mark.timeout(900)]
 
 PATIENCE = timedelta(seconds=600)
 GROUPS = 3
