@@ -15,6 +15,7 @@ from common.config.base import ConfigError, FrozenConfig
 from common.config.environment import read_environment
 from common.config.loading import load_config
 from common.ids import WORKERS, Participant, Service
+from common.step.partners import Partners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,9 +98,9 @@ class Deployment(FrozenConfig):
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
-    with device = "cuda" on a GPU each. More than 1 needs the same rollout_tp (docs/parallel.md)."""
+    with device = "cuda" on a GPU each (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of the rollout."""
+    """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     rollout_gpus: Literal["shared", "own"] = "shared"
@@ -137,7 +138,7 @@ class Deployment(FrozenConfig):
     bit only then. Unset: the node's cores divided among the workers, at least 1."""
     engine_python: Path | None = None
     """Python interpreter of the environment that has SGLang, which runs the engine of recipes with
-    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: the services' own."""
+    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: those are refused."""
     deadlines: Deadlines = Deadlines()
     """How long things may take."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -150,10 +151,12 @@ class Deployment(FrozenConfig):
 
     @model_validator(mode="after")
     def _ranks_are_served(self) -> Self:
-        if self.train_tp != self.rollout_tp:
+        apart = self.train_tp != self.rollout_tp
+        if apart and (self.device != "cpu" or self.governor == "on"):
             raise ValueError(
-                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
-                "equal degrees only; set both to the same number"
+                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: degrees that "
+                f'differ run on device = "cpu" without a governor; device = {self.device!r}, '
+                f"governor = {self.governor!r}: set both to the same number"
             )
         return self
 
@@ -179,6 +182,11 @@ class Deployment(FrozenConfig):
         if service in _TRAINING:
             return self.train_tp
         return self.rollout_tp if service is Service.ROLLOUT else 1
+
+    @property
+    def partners(self) -> Partners:
+        """Which ranks of the services work with each other."""
+        return Partners({service: self.ranks(service) for service in Service})
 
     def placement(self, service: Service) -> ServicePlacement:
         """The placement of a service, defaults included."""

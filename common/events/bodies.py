@@ -164,6 +164,21 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRefreshed:
+    """A rank of the rollout has the step's weights, where training has another degree."""
+
+    weights_version: WeightsVersion
+    alias_bytes: int
+    """Read where training wrote them."""
+    gather_bytes: int
+    """Copied into memory shared with training."""
+    rebuild_bytes: int
+    """Copied into memory of the rank's own."""
+    seconds: float
+    """Of the copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushBegan:
     """A rank of the learner sends the weights of a version to the same rank of the rollout."""
 
@@ -257,6 +272,7 @@ Body = (
     | ResponsesTrained
     | PrefixBackpropagated
     | WeightsPublished
+    | WeightsRefreshed
     | PushBegan
     | PushEnded
     | AheadDone
@@ -274,8 +290,9 @@ FOR_ALL_RANKS: frozenset[type] = frozenset(
         GroupDropped,
         GroupRewarded,
         WeightsPublished,
+        WeightsRefreshed,
         TaskFailed,
         TaskCommanded,
     }
 )
-"""What is about every rank, whoever says it; the rest is about the sender's rank alone."""
+"""What every rank takes in, whoever says it; the rest is for those who read the sender's rank."""

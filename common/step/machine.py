@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.events import Event, bodies
+from common.step.partners import Partners
 from common.step.view import StepView
 
 if TYPE_CHECKING:
@@ -102,17 +103,19 @@ class StepMachine:
         *,
         needs_reference: bool,
         participant: Participant | None = None,
-        ranks: int = 1,
+        partners: Partners | None = None,
     ) -> None:
         """Args:
         participant: whose machine it is; None: the only rank of a service.
-        ranks: of that service.
+        partners: the ranks of all services; None: each has one.
         """
         self._lanes = lanes
         self._needs_reference = needs_reference
+        self._participant = participant
         self._service = None if participant is None else participant.service
         self._rank = 0 if participant is None else participant.rank
-        self._ranks = ranks
+        self._partners = partners or Partners()
+        self._ranks = 1 if participant is None else self._partners.count(participant.service)
         self._commands: dict[int, Subject] = {}
         self._next_command = 1
         self._started: set[tuple[Task, GroupId | None]] = set()
@@ -155,7 +158,8 @@ class StepMachine:
             began.plan,
             needs_reference=self._needs_reference,
             lease_room_bytes=began.lease_room_bytes,
-            rank=self._rank,
+            partners=self._partners,
+            whose=self._participant,
         )
         return [StartStep(plan=began.plan), *self._start_tasks()]
 

@@ -1,8 +1,9 @@
 """The state of one step, folded from the node's events.
 
 Every process folds the same events in the same order, so every process asks the schedule about the
-same facts. A view accepts events of its own run, step and epoch only, and of its own rank or about
-every rank; an event that it has already seen changes nothing.
+same facts. A view accepts events of its own run, step and epoch only, and of the rank of each
+service that its process reads, or about every rank; an event that it has already seen changes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from common.events import Event, bodies
 from common.events.bodies import ModelRole
+from common.ids import Participant, Service
+from common.step.partners import Partners
 from common.step.plan import StepMode, StepPlan
 from common.step.schedule import ORDER, OWN_WEIGHTS, TABLE, AccumulationOrder, Condition
 from common.step.tasks import AHEAD, Task
@@ -85,14 +88,17 @@ class StepView:
         *,
         needs_reference: bool,
         lease_room_bytes: Mapping[str, int] | None = None,
-        rank: int = 0,
+        partners: Partners | None = None,
+        whose: Participant | None = None,
     ) -> None:
         """Args:
         lease_room_bytes: of `StepBegan`.
-        rank: whose leases and progress the view is about.
+        partners: which ranks a process reads; None: every service has one.
+        whose: the process that reads; None: one that reads rank 0 of every service.
         """
         self.plan = plan
-        self.rank = rank
+        self._partners = partners or Partners()
+        self._whose = whose or Participant(service=Service.CONTROLLER)
         self.lease_room_bytes = lease_room_bytes or {}
         self.needs_reference = needs_reference
         self.groups: dict[GroupId, GroupView] = {
@@ -154,10 +160,12 @@ class StepView:
         return self.published is not None
 
     def belongs(self, event: Event) -> bool:
-        """Whether the event is about this epoch and this rank."""
-        plan = self.plan
-        about_rank = event.sender.rank == self.rank or type(event.body) in bodies.FOR_ALL_RANKS
-        return about_rank and (
+        """Whether the event is about this epoch, and of a rank that is read here."""
+        plan, sender = self.plan, event.sender
+        read = type(event.body) in bodies.FOR_ALL_RANKS or (
+            sender == self._partners.partner(self._whose, sender.service)
+        )
+        return read and (
             (event.run_id, event.step, event.epoch) == (plan.run_id, plan.step, plan.epoch)
         )
 

@@ -110,7 +110,8 @@ class WorkerActor(Actor[Message]):
             device,
             opened=self._link_opened,
         )
-        self._ranks = deployment.ranks(participant.service)
+        self._partners = deployment.partners
+        self._ranks = self._partners.count(participant.service)
         self._parted = asyncio.Event()
         self._phase = RunPhase.UNCONFIGURED
         self._machine: StepMachine | None = None
@@ -372,7 +373,7 @@ class WorkerActor(Actor[Message]):
                 run.lanes,
                 needs_reference=ask.recipe.needs_reference,
                 participant=self.participant,
-                ranks=self._ranks,
+                partners=self._partners,
             )
             self._phase = RunPhase.READY
             _answer(ask.answer, prepared)

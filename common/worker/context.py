@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.config.recipe import spills
-from common.ids import Participant, RunId, Service
+from common.step.partners import Partners
 from common.tensors.parts import RANK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
+    from common.ids import Participant, RunId, Service
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
     from common.worker.push_link import PushLink
@@ -46,6 +47,8 @@ class RunContext:
     """Whether background work runs on shares of the GPU's SMs."""
     tensor: TensorRanks | None = None
     """The service's ranks; None: this is the only one."""
+    partners: Partners = field(default_factory=Partners)
+    """Which ranks of the services work with each other."""
     push: PushLink | None = None
     """Of a rank of learner and rollout, where the latter has weights of its own, to the other."""
 
@@ -62,11 +65,11 @@ class RunContext:
     @property
     def ranks(self) -> tuple[Participant, ...]:
         """All ranks of this service."""
-        return self.peers(self.participant.service)
+        return self.partners.all(self.participant.service)
 
-    def storage_name(self, name: str) -> str:
-        """A storage of the run, of this rank: each has its own."""
-        rank = self.participant.rank
+    def storage_name(self, name: str, rank: int | None = None) -> str:
+        """A storage of the run, of this rank if none is given: each has its own."""
+        rank = self.participant.rank if rank is None else rank
         return name if rank == 0 else f"{name}{RANK}{rank}"
 
     @property
@@ -93,9 +96,9 @@ class RunContext:
         return training.activation_checkpointing or by_itself
 
     def peer(self, service: Service) -> Participant:
-        """The process of another service that works with this one: the same rank."""
-        return Participant(service=service, rank=self.participant.rank)
+        """The process of another service that this one reads."""
+        return self.partners.partner(self.participant, service)
 
-    def peers(self, service: Service) -> tuple[Participant, ...]:
-        """All ranks of a service; every service has as many."""
-        return tuple(Participant(service=service, rank=rank) for rank in range(self.degree))
+    def readers(self, service: Service) -> tuple[Participant, ...]:
+        """The processes of another service that read this one; there may be none."""
+        return self.partners.readers(self.participant, service)

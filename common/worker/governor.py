@@ -125,8 +125,8 @@ class Governor:
         return cls(
             table,
             context.device,
-            await LiveDecode.open(context),
-            await SmToken.open(context),
+            await LiveDecode.open(context) if context.leads else LiveDecode.private(),
+            await SmToken.open(context) if context.leads else SmToken.private(),
             fixed=fixed,
             record=context.run_dir / TABLES_FOLDER / name,
             ranks=context.tensor,

@@ -105,6 +105,7 @@ class RunHolder:
             engine_python=self._deployment.engine_python,
             governed=self._deployment.governed,
             tensor=await self._join(ask) if self._ranks > 1 else None,
+            partners=self._deployment.partners,
             push=await self._join_push(ask) if self._pushes(ask) else None,
         )
         if self.context.governed and self._participant.service in BACKGROUND:

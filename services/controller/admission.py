@@ -64,8 +64,13 @@ class Admission:
         run_folder = self._run_dir(run_id, run_dir)
         check_run_dir(run_folder)
         check_ranks(recipe, self._deployment)
-        device, ranks = self._deployment.device, self._deployment.train_tp
-        check_room(recipe, await self._ledger(), device=device, ranks=ranks)
+        check_room(
+            recipe,
+            await self._ledger(),
+            device=self._deployment.device,
+            ranks=self._deployment.train_tp,
+            rollout_ranks=self._deployment.rollout_tp,
+        )
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:
             file = Path(folder) / "recipe.json"

@@ -12,6 +12,7 @@ from common.step.view import StepView
 from services.controller.graph_tally import GraphTally
 from services.controller.move_tally import MoveTally
 from services.controller.record import SpanRecord, StepRecord
+from services.controller.refresh_tally import RefreshTally
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +53,7 @@ class StepObserver:
         self._graphs = GraphTally()
         self._moves = MoveTally(plan)
         self._late = late or MoveTally(None)
+        self._refreshes = RefreshTally()
 
     @property
     def finished(self) -> bool:
@@ -79,6 +81,7 @@ class StepObserver:
         self._seen.add(event.event_id)
         self._graphs.apply(event)
         self._moves.apply(event)
+        self._refreshes.apply(event)
         if event.work is not None and not isinstance(event.body, _WINDOW_EDGES):
             self._spans.append((event, event.work))
         match event.body:
@@ -112,6 +115,7 @@ class StepObserver:
             **self._rollout_metrics(wall_s),
             **self._time_metrics(),
             **self._moves.metrics(self._late),
+            **self._refreshes.metrics(),
         }
         if plan.mode is StepMode.TRAIN:
             metrics |= self._graphs.metrics()

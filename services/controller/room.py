@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.layouts.node import node_plan, rollout_sharing
 from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
+from common.vlm.shape import read_shape
 from common.weights.cuts import cuts
 
 if TYPE_CHECKING:
@@ -63,14 +65,17 @@ def count_elements(model_path: Path, *, key: str) -> Elements:
     return Elements(language=language, vision=vision)
 
 
-def needed_bytes(recipe: Recipe, *, device: str, ranks: int) -> dict[str, int]:
+def needed_bytes(
+    recipe: Recipe, *, device: str, ranks: int, rollout_ranks: int | None = None
+) -> dict[str, int]:
     """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
 
     Of several ranks they are those of all, but for what each has of tensors that are not split.
 
     Args:
         device: of the deployment, which the recipe may leave to decide what is spilled.
-        ranks: of the node, which share its arena.
+        ranks: of training on the node, which share its arena.
+        rollout_ranks: of the rollout; None: as many.
     Raises:
         InvalidArgument: a model folder cannot be read.
     """
@@ -95,6 +100,12 @@ def needed_bytes(recipe: Recipe, *, device: str, ranks: int) -> dict[str, int]:
         needed["rollout.weights"] = policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = reference.total * compute
+    if rollout_ranks is not None and rollout_ranks != ranks:
+        shape = read_shape(str(recipe.model.path))
+        plan = node_plan(shape, train_tp=ranks, rollout_tp=rollout_ranks, element_bytes=compute)
+        needed["rollout.weights"] = sum(
+            rollout_sharing(plan, rank).rebuild_bytes for rank in range(rollout_ranks)
+        )
     return needed
 
 
@@ -110,10 +121,12 @@ def _optimizer_bytes(
     return ranks * in_flight_bytes([element_bytes * (part.stop - part.start) for part in ranges])
 
 
-def check_room(recipe: Recipe, ledger: Ledger, *, device: str, ranks: int) -> None:
+def check_room(
+    recipe: Recipe, ledger: Ledger, *, device: str, ranks: int, rollout_ranks: int | None = None
+) -> None:
     """Refuse a run whose run-scoped storages alone are larger than the arena.
 
-    Args: device, ranks: of the deployment.
+    Args: device, ranks, rollout_ranks: of the deployment.
 
     With random weights there are no headers to read; the broker itself refuses storages that do
     not fit.
@@ -124,7 +137,7 @@ def check_room(recipe: Recipe, ledger: Ledger, *, device: str, ranks: int) -> No
     """
     if recipe.model.weights == "random":
         return
-    needed = needed_bytes(recipe, device=device, ranks=ranks)
+    needed = needed_bytes(recipe, device=device, ranks=ranks, rollout_ranks=rollout_ranks)
     total = sum(needed.values())
     if total <= ledger.capacity_bytes:
         return

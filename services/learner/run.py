@@ -97,7 +97,12 @@ class LearnerRun:
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's."""
         return (
-            ReadWeights(role=ModelRole.POLICY, storage=self.storages.weights, model=self.model),
+            ReadWeights(
+                role=ModelRole.POLICY,
+                storage=self.storages.weights,
+                model=self.model,
+                pieces=self.shape.pieces,
+            ),
         )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:

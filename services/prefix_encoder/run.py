@@ -239,11 +239,16 @@ class PrefixEncoderRun:
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, and the reference's where the run has one."""
-        read = [ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.policy)]
-        if self.reference is not None and self.reference_weights is not None:
-            role, storage = ModelRole.REFERENCE, self.reference_weights
-            read.append(ReadWeights(role=role, storage=storage, model=self.reference))
-        return tuple(read)
+        found = [(ModelRole.POLICY, self.weights, self.policy, self.shape)]
+        if self.reference is not None:
+            assert self.reference_weights is not None
+            assert self._reference_shape is not None
+            weights, shape = self.reference_weights, self._reference_shape
+            found.append((ModelRole.REFERENCE, weights, self.reference, shape))
+        return tuple(
+            ReadWeights(role=role, storage=storage, model=model, pieces=shape.pieces)
+            for role, storage, model, shape in found
+        )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The prefix-encoder has nothing to save."""

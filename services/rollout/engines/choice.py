@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
 from common.config.sglang import SglangConfig
+from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
 from common.worker.weights import FLAT
@@ -19,12 +18,12 @@ from services.rollout.window_memory import WindowMemory
 
 if TYPE_CHECKING:
     from common.config.recipe import Recipe
-    from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
     from common.worker.context import RunContext
     from common.worker.sm_token import SmToken
     from common.worker.weights import ModelShape
     from services.rollout.engines.protocol import Engine
+    from services.rollout.resharded import ReshardedWeights
 
 RESERVATION = "rollout.sglang"
 """What the ledger calls SGLang's places for keys and values, and weights of its own."""
@@ -36,14 +35,14 @@ async def make_engine(
     context: RunContext,
     *,
     shape: ModelShape,
-    weights: Storage,
+    weights: Storage | ReshardedWeights,
     model: SplitModel,
     token: SmToken | None,
 ) -> tuple[Engine, WindowMemory]:
     """The recipe's engine, not yet prepared, and what its processes take; that is reserved.
 
     Args:
-        weights: the policy's storage.
+        weights: the policy's storage; of another degree than training's, for the native engine.
         model: bound to it.
     Raises: ArenaFull if there is no room for what SGLang will take; LeaseMisuse if the policy's
         memory cannot be mapped by its processes.
@@ -57,6 +56,8 @@ async def make_engine(
             beside=None if token is None or context.tensor is not None else token.is_taken,
         )
         return native, WindowMemory(context.broker, context.run_id)
+    assert context.engine_python is not None, "the controller has looked for it"
+    assert isinstance(weights, Storage), "SGLang runs where all services have one rank"
     config = recipe.rollout.sglang or SglangConfig()
     text = text_config(shape.config)
     settings = _settings(context, config)
@@ -77,7 +78,7 @@ async def make_engine(
     if config.weights == "alias":
         shared = await context.broker.share_storage(context.run_id, weights.name)
     engine = SglangEngine(
-        context.engine_python or Path(sys.executable),
+        context.engine_python,
         config,
         settings,
         OfferedWeights(

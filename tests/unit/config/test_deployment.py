@@ -157,8 +157,6 @@ def test_bad_environment_raises(name, value, words):
         ("device=tpu", "device = 'tpu'"),
         ("name=Has Space", "name = 'Has Space'"),
         ("train_tp=11", "less than or equal to 10"),
-        ("train_tp=2", "train_tp = 2 with rollout_tp = 1"),
-        ("rollout_tp=2", "train_tp = 1 with rollout_tp = 2"),
     ],
 )
 def test_wrong_value_is_named(item, words):
@@ -172,13 +170,25 @@ def test_several_ranks_have_a_gpu_each_and_are_governed():
     assert deployment.governed
 
 
+@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
+def test_degrees_that_differ_run_ungoverned_on_the_cpu(item):
+    name, _, value = item.partition("=")
+    for train_tp, rollout_tp in ((2, 1), (1, 2)):
+        refused = f"train_tp = {train_tp} with rollout_tp = {rollout_tp}: .*{name} = '{value}'"
+        with pytest.raises(ConfigError, match=refused):
+            load_deployment(None, [f"train_tp={train_tp}", f"rollout_tp={rollout_tp}", item])
+
+
 def test_every_worker_has_the_ranks_of_its_side():
-    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2"])
-    assert {service: deployment.ranks(service) for service in Service} == {
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=4"])
+    expected = {
         Service.CONTROLLER: 1,
         Service.BROKER: 1,
         **dict.fromkeys(WORKERS, 2),
+        Service.ROLLOUT: 4,
     }
+    assert {service: deployment.ranks(service) for service in Service} == expected
+    assert deployment.partners.ranks == expected
 
 
 def test_redis_of_the_node_or_the_configured_one():

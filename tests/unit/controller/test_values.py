@@ -12,6 +12,7 @@ from common.config.recipe import Recipe
 from common.errors import InvalidArgument, ResourceExhausted
 from common.ids import Epoch, StepIndex, WeightsVersion
 from common.step.plan import StepMode
+from common.vlm.tiny import tiny_config
 from protos.rollplex.v1 import broker_pb2
 from services.controller.feed import RunFeed
 from services.controller.files import append_step, prepare_run_dir, read_steps
@@ -187,6 +188,20 @@ def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
     recipe = _recipe(model={"path": str(model)}, training=parts)
     needed = needed_bytes(recipe, device=device, ranks=ranks)
     assert needed["policy.optimizer"] == 8 * elements
+
+
+@pytest.mark.parametrize(
+    ("rollout_ranks", "elements"),
+    # Two ranks have the joined projections of two blocks once more.
+    [(None, None), (1, None), (2, 2 * 3 * 64 * (64 + 1))],
+)
+def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout_ranks, elements):
+    tower = {"vision_hidden_size": 64, "vision_heads": 2}
+    (model / "config.json").write_text(json.dumps(tiny_config(**tower).to_dict()))
+    recipe = _recipe(model={"path": str(model)})
+    needed = needed_bytes(recipe, device="cpu", ranks=1, rollout_ranks=rollout_ranks)
+    bytes_ = None if elements is None else 4 * elements
+    assert needed.get("rollout.weights") == bytes_
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 
 from common.events import bodies
-from common.ids import GroupId, LeaseId, Participant, Service
+from common.ids import WORKERS, GroupId, LeaseId, Participant, Service
 from common.step.machine import CommandTask, Lane, StepMachine
+from common.step.partners import Partners
 from common.step.schedule import Schedule
 from common.step.tasks import Task
 from tests.unit.step.test_machine import begun, starts
 from tests.unit.step.test_schedule import PREPARED, VISION, event, plan, prefix
 
 ENCODERS = [Participant(service=Service.PREFIX_ENCODER, rank=rank) for rank in range(2)]
+EQUAL = Partners(dict.fromkeys(WORKERS, 2))
 LANES = (
     Lane(name="data", tasks=(Task.PREPARE,), width=2),
     Lane(
@@ -26,7 +28,7 @@ LANES = (
 
 
 def machine(rank, lanes=LANES):
-    made = StepMachine(lanes, needs_reference=False, participant=ENCODERS[rank], ranks=2)
+    made = StepMachine(lanes, needs_reference=False, participant=ENCODERS[rank], partners=EQUAL)
     begun(made, groups=2, schedule=Schedule.ROLLPLEX)
     return made
 

@@ -6,11 +6,11 @@ captures graphs, at which parameters become views.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.models import qwen2_5_vl
 
-from services.rollout.engines.sglang.host.memory import outside_memory_saver
+from services.rollout.engines.sglang.host.memory import keep_weights_out
 from services.rollout.engines.sglang.host.sampler import register
 from services.rollout.engines.sglang.host.weights import attach
 from services.rollout.engines.sglang.messages import PLACEHOLDER
@@ -26,10 +26,6 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - the name by which SGLa
 ):
     """See the module's text."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with outside_memory_saver():
-            super().__init__(*args, **kwargs)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Attach to the policy's weights, or load a bucket of them."""
         tensors = dict(weights)
@@ -39,7 +35,8 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - the name by which SGLa
             super().load_weights(tensors.items())
 
 
-# SGLang imports this module in each process that makes a model, before it makes the sampler.
+# SGLang imports this module in each process that makes a model, before it makes sampler and model.
 register()
+keep_weights_out()
 
 EntryClass = [Qwen2_5_VLForConditionalGeneration]
