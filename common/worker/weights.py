@@ -146,6 +146,6 @@ def shared_model(
     flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
     split = None
     if context.tensor is not None:
-        split = parallel_model(model, context.tensor.mesh)
+        split = parallel_model(model, context.tensor.mesh, kernels=context.recipe.model.kernels)
     bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
     return split or split_model(model, context.recipe.model.kernels)

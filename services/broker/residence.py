@@ -23,9 +23,7 @@ class Residence(StrEnum):
 TRANSITIONS = TransitionTable(
     "storage's contents",
     {
-        (Residence.RESIDENT, Residence.SPILLING): (
-            "nobody that lives has it mapped or wants it"
-        ),
+        (Residence.RESIDENT, Residence.SPILLING): ("nobody that lives has it mapped or wants it"),
         (Residence.SPILLING, Residence.SPILLED): (
             "the copy is whole, and the device's memory is given back"
         ),
