@@ -190,4 +190,6 @@ def _split_over_ranks(
 ) -> SplitModel | None:
     """Before its parameters are bound; None: there is one rank."""
     mesh = None if context.joined is None else context.joined.mesh
-    return None if mesh is None else parallel_model(model, mesh)
+    if mesh is None:
+        return None
+    return parallel_model(model, mesh, kernels=context.recipe.model.kernels)
