@@ -27,7 +27,8 @@ class StepBegan:
 
     plan: StepPlan
     lease_room_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By arena, ``cpu`` or a GPU's UUID: what the step's leases may come to together."""
+    """By arena, ``cpu`` or a GPU's UUID: what the step's leases may come to together. Replicas have
+    equal shares of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +222,10 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCommanded:
-    """Rank 0 of the sending service has begun a task that its other ranks have to do too."""
+    """The first rank of a replica has begun a task that the others there have to do too."""
 
     number: int
-    """1, 2, ... in this epoch and service: the order in which every rank begins them."""
+    """1, 2, ... in this epoch, service and replica: the order in which every rank begins them."""
     task: Task
     group: GroupId | None
     """None: the task is about the whole step."""

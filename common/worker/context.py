@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.config.recipe import spills
+from common.ids import Participant, RunId, Service
 from common.step.partners import Partners
+from common.step.place import Place
 from common.tensors.parts import RANK
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
     from common.worker.push_link import PushLink
-    from common.worker.ranks import TensorRanks
+    from common.worker.ranks import Ranks
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -45,8 +47,10 @@ class RunContext:
     """Interpreter that has SGLang; None: this process's own."""
     governed: bool = False
     """Whether background work runs on shares of the GPU's SMs."""
-    tensor: TensorRanks | None = None
-    """The service's ranks; None: this is the only one."""
+    place: Place = field(default_factory=Place)
+    """Among the ranks of this service."""
+    joined: Ranks | None = None
+    """Those that it has collectives with; None: there are none."""
     partners: Partners = field(default_factory=Partners)
     """Which ranks of the services work with each other."""
     push: PushLink | None = None
@@ -54,18 +58,23 @@ class RunContext:
 
     @property
     def degree(self) -> int:
-        """Tensor-parallel ranks of this service."""
-        return 1 if self.tensor is None else self.tensor.degree
+        """Tensor-parallel ranks of this replica."""
+        return self.place.degree
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that decides and that speaks for the service."""
-        return self.participant.rank == 0
+        """Whether this is the rank that decides and that speaks for its replica."""
+        return self.place.leads
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether this is the rank that speaks for all replicas."""
+        return self.place.rank == 0
 
     @property
     def ranks(self) -> tuple[Participant, ...]:
-        """All ranks of this service."""
-        return self.partners.all(self.participant.service)
+        """All ranks of this service in this replica."""
+        return self.peers(self.participant.service)
 
     def storage_name(self, name: str, rank: int | None = None) -> str:
         """A storage of the run, of this rank if none is given: each has its own."""
@@ -102,3 +111,7 @@ class RunContext:
     def readers(self, service: Service) -> tuple[Participant, ...]:
         """The processes of another service that read this one; there may be none."""
         return self.partners.readers(self.participant, service)
+
+    def peers(self, service: Service) -> tuple[Participant, ...]:
+        """All ranks of a service in this replica."""
+        return self.partners.all(service, replica=self.place.replica)

@@ -75,7 +75,7 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
     whole = _layout(context, config, train_vision=train_vision)
     layout, parts = whole, None
     if context.degree > 1:
-        place = {"rank": context.participant.rank, "degree": context.degree}
+        place = {"rank": context.place.tensor_rank, "degree": context.degree}
         parts = shards(whole, config_shape(config), **place)
         layout = rank_layout(whole, parts, **place)
     return ModelShape(
@@ -189,4 +189,7 @@ def _split_over_ranks(
     context: RunContext, model: Qwen2_5_VLForConditionalGeneration
 ) -> SplitModel | None:
     """Before its parameters are bound; None: there is one rank."""
-    return None if context.tensor is None else parallel_model(model, context.tensor.mesh)
+    mesh = None if context.joined is None else context.joined.mesh
+    if mesh is None:
+        return None
+    return parallel_model(model, mesh, kernels=context.recipe.model.kernels)

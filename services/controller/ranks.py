@@ -26,11 +26,8 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     """
     if deployment.device == "cuda":
         _check_gpus(recipe, deployment)
-    if recipe.rollout.engine is EngineName.SGLANG and deployment.engine_python is None:
-        raise InvalidArgument(
-            'rollout.engine = "sglang" on a node without engine_python: SGLang has an environment '
-            "of its own; name its interpreter there (docs/sglang.md)"
-        )
+    _check_engine(recipe, deployment)
+    _check_replicas(recipe, deployment)
     train, rollout = deployment.train_tp, deployment.rollout_tp
     if train == rollout == 1:
         return
@@ -39,11 +36,6 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
         raise InvalidArgument(
             f'reward.on_error = "drop_group" {here}: ranks cannot drop a group that they work on; '
             'legal are "default" and "stop"'
-        )
-    if recipe.rollout.engine is EngineName.SGLANG:
-        raise InvalidArgument(
-            f'rollout.engine = "sglang" {here}: SGLang is run without tensor parallelism; legal is '
-            '"native"'
         )
     shape = read_shape(str(recipe.model.path))
     check_degree(shape, train)
@@ -81,6 +73,33 @@ def _nests(kv_heads: int, deployment: Deployment) -> bool:
         is not None
         for one in partners.all(Service.ROLLOUT)
     )
+
+
+def _check_engine(recipe: Recipe, deployment: Deployment) -> None:
+    if recipe.rollout.engine is not EngineName.SGLANG:
+        return
+    if deployment.engine_python is None:
+        raise InvalidArgument(
+            'rollout.engine = "sglang" on a node without engine_python: SGLang has an environment '
+            "of its own; name its interpreter there (docs/sglang.md)"
+        )
+    for name in ("train_tp", "rollout_tp", "dp"):
+        value = getattr(deployment, name)
+        if value > 1:
+            raise InvalidArgument(
+                f'rollout.engine = "sglang" on a node with {name} = {value}: SGLang is run with '
+                'one rank; legal is "native"'
+            )
+
+
+def _check_replicas(recipe: Recipe, deployment: Deployment) -> None:
+    """A rank of the learner pushes what it updates, which with replicas is a share."""
+    schedule = recipe.training.schedule
+    if deployment.dp > 1 and schedule in OWN_WEIGHTS:
+        raise InvalidArgument(
+            f'training.schedule = "{schedule}" on a node with dp = {deployment.dp}: weights are '
+            "pushed by one replica only; set dp = 1 (deployment), or another schedule"
+        )
 
 
 def _check_gpus(recipe: Recipe, deployment: Deployment) -> None:

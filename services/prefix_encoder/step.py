@@ -124,7 +124,7 @@ class PrefixEncoderStep:
             group,
             shapes,
             fill,
-            consumers=[*context.partners.all(Service.ROLLOUT), *followers],
+            consumers=[*context.peers(Service.ROLLOUT), *followers],
             next_use=Task.DECODE,
             placement=Placement.HOST,
         )

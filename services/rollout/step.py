@@ -120,7 +120,7 @@ class RolloutStep:
             step=plan.step,
             weights_version=plan.weights_version,
             seed=recipe.seed,
-            groups=tuple(g.group for g in plan.groups),
+            groups=tuple(self._scope.view.groups),
             samples_per_group=plan.samples_per_group,
             params=params,
             forced=self._recorded is not None,
@@ -229,7 +229,10 @@ class RolloutStep:
         records = self._training and self._run.context.leads
         if records and self._run.context.recipe.training.record_responses:
             folder = self._run.context.run_dir / "responses"
-            await in_thread(lambda: Recording.write(folder, scope.plan.step, sampled))
+            replica = self._run.context.place.replica
+            await in_thread(
+                lambda: Recording.write(folder, scope.plan.step, sampled, replica=replica)
+            )
         closed = bodies.WindowClosed(
             decode_iterations=max((f.decode_iteration for f in sampled), default=0),
             response_tokens=sum(int(f.tokens.numel()) for f in sampled),

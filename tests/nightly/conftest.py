@@ -8,7 +8,16 @@ from tests.integration.runs.conftest import (
     mortal_node,
     no_run_is_left,
     node,
+    replicated_parallel_node,
     wide_node,
 )
 
-__all__ = ["divided_model", "model", "mortal_node", "no_run_is_left", "node", "wide_node"]
+__all__ = [
+    "divided_model",
+    "model",
+    "mortal_node",
+    "no_run_is_left",
+    "node",
+    "replicated_parallel_node",
+    "wide_node",
+]

@@ -53,7 +53,7 @@ async def make_engine(
             model,
             max_slots=recipe.rollout.max_slots,
             # Ranks would see it at different moments, and launch different kernels.
-            beside=None if token is None or context.tensor is not None else token.is_taken,
+            beside=None if token is None or context.degree > 1 else token.is_taken,
         )
         return native, WindowMemory(context.broker, context.run_id)
     assert context.engine_python is not None, "the controller has looked for it"

@@ -40,6 +40,7 @@ from tests.integration.parallel.scenarios import (
 
 TIMEOUT_S = 200.0
 OPERATORS = {
+    torch.ops.c10d.allreduce_.default,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -152,28 +153,29 @@ class Rank:
             tokens=TOKENS,
             max_norm=ALGORITHM.max_grad_norm,
             learning_rate=ALGORITHM.learning_rate,
-            norm_of=GlobalNorm(self.layout, self.parts, self.mesh),
+            norm_of=GlobalNorm(self.layout, self.parts, meshes=[self.mesh]),
         )
         assert report.applied
         assert report.clipped
         optimizer.step(self.gradients, learning_rate=report.learning_rate)
         return report.gradient_norm
 
-    def decode(self, *, greedy):
+    def decode(self, *, greedy, top_k=0):
         """Tokens and log-probabilities of each group, from the engine."""
-        engine = NativeEngine(self.split, max_slots=9)
+        cases = self.scenario.cases[: self.scenario.decoded_groups]
+        engine = NativeEngine(self.split, max_slots=3 * len(cases))
         engine.begin_step(
             StepSpec(
                 step=4,
                 weights_version=4,
                 seed=77,
-                groups=tuple(range(len(self.scenario.cases))),
+                groups=tuple(range(len(cases))),
                 samples_per_group=3,
-                params=self.scenario.sampling(greedy=greedy),
+                params=self.scenario.sampling(greedy=greedy, top_k=top_k),
             )
         )
         with torch.no_grad():
-            for group, case in enumerate(self.scenario.cases):
+            for group, case in enumerate(cases):
                 vision = self.split.vision_embeddings(case.prompt)
                 engine.add_group(GroupRequest(group=group, prompt=case.prompt, vision=vision))
         done = {}
@@ -218,7 +220,8 @@ def roll_out(member, checkpoint):
     }
 
 
-def main(rank, rendezvous, folder):
+def join(rank, rendezvous):
+    """Become a member of the world."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -227,15 +230,21 @@ def main(rank, rendezvous, folder):
         world_size=WORLD,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    meshes, others = (
-        {
-            degree: tensor_mesh(groups, device_type="cpu", timeout_s=TIMEOUT_S)
-            for degree, groups in GROUPS.items()
-        }
-        for _ in range(2)
-    )
+
+
+def meshes():
+    """This rank's mesh of each degree."""
+    return {
+        degree: tensor_mesh(groups, device_type="cpu", timeout_s=TIMEOUT_S)
+        for degree, groups in GROUPS.items()
+    }
+
+
+def main(rank, rendezvous, folder):
+    join(rank, rendezvous)
+    own, others = meshes(), meshes()
     for number, scenario in enumerate(SCENARIOS.values()):
-        members = {d: Rank(scenario, mesh) for d, mesh in meshes.items() if rank in RUNS[d]}
+        members = {d: Rank(scenario, mesh) for d, mesh in own.items() if rank in RUNS[d]}
         for degree, member in members.items():
             result = train(member, others[degree], folder / f"model-{number}-{degree}")
             torch.save(result, folder / f"trained-{number}-{degree}-{member.rank}.pt")

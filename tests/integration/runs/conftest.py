@@ -96,6 +96,22 @@ def wide_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
+def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two replicas of each service that computes."""
+    with _running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def replicated_parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two replicas of two ranks of each service that computes."""
+    deadlines = Deadlines(start_s=400.0)
+    settings = {"train_tp": 2, "rollout_tp": 2, "dp": 2, "deadlines": deadlines}
+    with _running(request, **settings) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
 def tight_node(request: pytest.FixtureRequest, model: Path) -> Iterator[Node]:
     """A node of the module's own, with room for the leases of one group of `wordy_rows`, and little
     more: the policy's K/V of six of them do not fit.
@@ -128,6 +144,8 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "parallel_node",
         "unequal_node",
         "wide_node",
+        "replicated_node",
+        "replicated_parallel_node",
         "tight_node",
         "faulty_node",
     ):

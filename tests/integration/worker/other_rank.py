@@ -7,13 +7,18 @@ from pathlib import Path
 
 import torch
 
-from common.worker.ranks import TensorRanks
+from common.step.place import Place
+from common.worker.ranks import Ranks
 
 
 def main(rendezvous):
     for one in rendezvous:
-        cpu = torch.device("cpu")
-        TensorRanks.join(one, rank=1, degree=2, device=cpu, collective_timeout_s=30.0).leave()
+        Ranks.join(
+            one,
+            place=Place(rank=1, degree=2),
+            device=torch.device("cpu"),
+            collective_timeout_s=30.0,
+        ).leave()
 
 
 if __name__ == "__main__":

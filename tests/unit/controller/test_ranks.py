@@ -84,11 +84,25 @@ def test_sglang_has_one_rank(model):
     functions = [{"function": "rollplex.verify.task:checksum_reward"}]
     reward = {"functions": functions, "on_error": "stop"}
     wanted = recipe(model, reward=reward, rollout=table)
-    check_ranks(wanted, node(1, engine_python=sys.executable))
-    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*train_tp = 2'):
-        check_ranks(wanted, node(2, engine_python=sys.executable))
+    python = sys.executable
+    check_ranks(wanted, node(1, engine_python=python))
+    replicas = Deployment(dp=2, engine_python=python)
+    for several, name in ((node(2, engine_python=python), "train_tp"), (replicas, "dp")):
+        with pytest.raises(InvalidArgument, match=rf'rollout\.engine = "sglang".*{name} = 2'):
+            check_ranks(wanted, several)
     with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
         check_ranks(wanted, node(1))
+
+
+def test_replicas_push_no_weights(tmp_path):
+    wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
+    check_ranks(wanted, node(1))
+    with pytest.raises(InvalidArgument, match=r'"disaggregated" on a node with dp = 2'):
+        check_ranks(wanted, Deployment(dp=2))
+
+
+def test_replicas_may_drop_groups(model):
+    check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
