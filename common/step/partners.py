@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.ids import Participant, Service
+from common.layouts.rows import Cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,11 @@ class Partners:
     def count(self, service: Service) -> int:
         """Ranks of a replica of a service."""
         return self.ranks.get(service, 1)
+
+    def cut(self, one: Participant) -> Cut:
+        """Which of the ranks of its replica a process is."""
+        ranks = self.count(one.service)
+        return Cut(one.rank % ranks, ranks)
 
     def all(self, service: Service, *, replica: int = 0) -> tuple[Participant, ...]:
         """All ranks of a replica of a service."""

@@ -93,12 +93,12 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
 def _pieces(
     context: RunContext, whole: WeightLayout, config: Qwen2_5_VLConfig
 ) -> dict[str, tuple[Piece, ...]]:
-    me, shape = context.participant, config_shape(config)
-    other = Service.LEARNER if me.service is Service.ROLLOUT else Service.ROLLOUT
+    shape, rolls_out = config_shape(config), context.participant.service is Service.ROLLOUT
+    other = Service.LEARNER if rolls_out else Service.ROLLOUT
     degree = context.partners.count(other)
     if degree == context.degree == 1:
         return {}
-    own = shards(whole, shape, rank=me.rank, degree=context.degree)
+    own = shards(whole, shape, rank=context.place.tensor_rank, degree=context.degree)
     others = [shards(whole, shape, rank=rank, degree=degree) for rank in range(degree)]
     found = {name: tuple(pieces(own[name], (one[name] for one in others))) for name in own}
     return found | {name: found[entry] for name, entry in whole.aliases.items()}

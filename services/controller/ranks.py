@@ -8,7 +8,6 @@ from common.config.recipe import EngineName
 from common.errors import InvalidArgument
 from common.ids import Service
 from common.layouts.heads import nested_heads
-from common.layouts.rows import Cut
 from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE, Schedule
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
@@ -67,8 +66,8 @@ def _nests(kv_heads: int, deployment: Deployment) -> bool:
     return all(
         nested_heads(
             kv_heads,
-            reader=Cut(one.rank, deployment.rollout_tp),
-            holder=Cut(partners.partner(one, Service.PREFIX_ENCODER).rank, deployment.train_tp),
+            reader=partners.cut(one),
+            holder=partners.cut(partners.partner(one, Service.PREFIX_ENCODER)),
         )
         is not None
         for one in partners.all(Service.ROLLOUT)

@@ -14,7 +14,6 @@ from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, LeaseId, Participant, Service
 from common.layouts.heads import nested_heads
-from common.layouts.rows import Cut
 from common.rl.lengths import response_lengths
 from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
@@ -162,11 +161,8 @@ class RolloutStep:
         context = self._run.context
         heads = nested_heads(
             text_config(self._run.shape.config).num_key_value_heads,
-            reader=Cut(context.participant.rank, context.degree),
-            holder=Cut(
-                context.peer(Service.PREFIX_ENCODER).rank,
-                context.partners.count(Service.PREFIX_ENCODER),
-            ),
+            reader=context.partners.cut(context.participant),
+            holder=context.partners.cut(context.peer(Service.PREFIX_ENCODER)),
         )
         assert heads is not None, "a run that prefills from leases is refused where none nest"
         return PrefixKV.unpack(tensor_view(lease, KV)[:, :, slice(*heads)])

@@ -104,3 +104,12 @@ def test_heads_are_counted_from_the_holders_first():
     assert nested_heads(4, reader=Cut(3, 4), holder=Cut(1, 2)) == (1, 2)
     assert nested_heads(4, reader=Cut(3, 4), holder=Cut(0, 2)) is None
     assert nested_heads(2, reader=Cut(1, 2), holder=Cut(2, 4)) == (0, 1)
+
+
+def test_ranks_of_a_further_replica_are_counted_anew():
+    partners = sides(2, 4)
+    assert [partners.cut(one) for one in partners.all(Service.ROLLOUT, replica=1)] == [
+        Cut(rank, 4) for rank in range(4)
+    ]
+    assert partners.partner(rollout(7), Service.LEARNER) == learner(3)
+    assert partners.cut(learner(3)) == Cut(1, 2)
