@@ -8,6 +8,7 @@ from common.events import Event, bodies
 from common.events.bodies import ModelRole
 from common.ids import Epoch, GroupId, LeaseId, Participant, RunId, Service, StepIndex
 from common.ids import WeightsVersion as V
+from common.step.partners import Partners
 from common.step.plan import TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
 from common.step.schedule import OWN_WEIGHTS, TABLE, Condition, Schedule
 from common.step.tasks import AHEAD, OWNER, WEIGHTS_DEPENDENT, Task
@@ -153,7 +154,12 @@ def test_a_rollout_with_its_own_weights_waits_for_no_vision():
 
 def test_a_push_is_about_one_rank():
     view = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False)
-    other = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False, rank=1)
+    other = StepView(
+        plan(Schedule.DISAGGREGATED),
+        needs_reference=False,
+        partners=Partners(dict.fromkeys((Service.LEARNER, Service.ROLLOUT), 2)),
+        whose=Participant(service=Service.LEARNER, rank=1),
+    )
     began, ended = (
         bodies.PushBegan(weights_version=V(1), elements=3),
         bodies.PushEnded(weights_version=V(1), size_bytes=12),
