@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Environment that the SGLang tests run the engine in.
+# Version of SGLang that its tests run, and the environment that they run it in.
+SGLANG ?= 0.5.21
 SGLANG_VENV ?= .venv-sglang
 # Torch as pip sees it. Without a GPU a CPU build is smaller by gigabytes: TORCH_INDEX may name a
 # package index that has one, or TORCH the path of a wheel.
@@ -23,7 +24,8 @@ KUSTOMIZATION ?= deploy/k8s/base
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_BARE := tests/sglang/requirements-$(SGLANG).txt
+SGLANG_STAMP := $(SGLANG_VENV)/.installed-$(SGLANG)
 PROTOS := $(sort $(wildcard protos/rollplex/v1/*.proto))
 PROTOC = $(PY) -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
@@ -87,16 +89,17 @@ test-gpu: $(STAMP) ## Run the GPU tests; running none is a failure
 test-nightly: $(STAMP) ## Run the kill matrix and the long runs; running none is a failure
 	$(PY) -m pytest -m nightly --require-run $(ARGS)
 
-test-sglang: $(STAMP) $(SGLANG_STAMP) ## Run the tests on SGLang's real engine, on a CPU, in its own environment
+test-sglang: $(STAMP) $(SGLANG_STAMP) ## Run the tests on SGLang's real engine, on a CPU (SGLANG=0.5.17|0.5.21)
 	$(PY) -m pytest -m sglang --require-run --timeout 600 \
 		--sglang-python $(SGLANG_VENV)/bin/python $(ARGS) tests/sglang
 
 # Not with its dependencies: those bring builds and kernels for GPUs, gigabytes of them.
-$(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/requirements-bare.txt
+$(SGLANG_STAMP): tests/sglang/requirements.txt $(SGLANG_BARE)
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --requirement tests/sglang/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/sglang/requirements-bare.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(SGLANG_BARE)
+	@rm -f $(SGLANG_VENV)/.installed-*
 	@touch $@
 
 bench: $(STAMP) ## Run benchmarks of bench/, one JSON document each (BENCH=)

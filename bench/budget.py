@@ -27,7 +27,7 @@ from bench.step import graphs_option
 from bench.step_inputs import make_model, recipe, write_rows
 from bench.step_workloads import MODELS, WORKLOADS, workload
 from common.errors import RollplexError
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--budgets", type=numbers, default="130,110,95,80,70", help="GiB, separated by commas")
-    add("--schedules", default=",".join(Schedule), help="separated by commas")
+    one_gpu = [schedule for schedule in Schedule if schedule not in OWN_WEIGHTS]
+    add("--schedules", default=",".join(one_gpu), help="separated by commas")
     add("--workload", choices=sorted(WORKLOADS), default="A2")
     add("--model", choices=sorted(MODELS), default="3b", help="shape, at full scale")
     add("--steps", type=int, default=3, help="timed steps of each run")

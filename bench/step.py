@@ -3,7 +3,8 @@
 `python -m bench.step --workload A2 --schedules serial,rollplex,fused --steps 5 --warmup 2
 --device cuda --json out.json --png timeline.png` starts a node of its own and runs every schedule
 on equal weights, prompts and response lengths. A schedule may be named more than once: `serial` at
-the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it.
+the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it. On GPUs
+`disaggregated` needs one more for the rollout, and is measured in a call of its own.
 
 Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
 """
@@ -30,7 +31,7 @@ from bench.step_plan import StepPlan
 from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
 from bench.step_workloads import MODELS, WORKLOADS, Workload, workload
 from common.governor.table import H200, load_table
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.worker.governor import TABLES_FOLDER
 from rollplex.client import Client
 from rollplex.models import Run, RunState
@@ -80,8 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
-    add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="ceiling for the utilisation")
+    add(
+        "--peak-tflops",
+        type=float,
+        default=PEAK_TFLOPS,
+        help="ceiling of a GPU, for the utilisation",
+    )
     add("--data-workers", type=int, default=4)
+    add("--ranks", type=int, default=1, help="of each service: tensor parallel, a GPU each")
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
     add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
     add("--keep", type=Path, help="folder for the runs' files and the services' logs")
@@ -141,7 +148,20 @@ def graphs_option(text: str) -> int | str:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Of the node."""
     table = None if options.table is None else str(options.table.absolute())
-    return {"governor": options.governor, "governor_table": table}
+    apart = {schedule in OWN_WEIGHTS for schedule in options.schedules.split(",")}
+    if options.device == "cuda" and len(apart) > 1:
+        raise SystemExit(
+            f"--schedules {options.schedules}: on GPUs, measure {', '.join(OWN_WEIGHTS)} in a call "
+            "of its own: its rollout has GPUs of its own"
+        )
+    gpus = "own" if apart == {True} else "shared"
+    return {
+        "governor": options.governor,
+        "governor_table": table,
+        "rollout_gpus": gpus,
+        "train_tp": options.ranks,
+        "rollout_tp": options.ranks,
+    }
 
 
 def _labels(schedules: Sequence[str]) -> dict[str, str]:
@@ -187,17 +207,12 @@ def _report(
                 sizes=sizes,
                 memory=memory,
                 planned=plan.of(labels[label]),
-                peak_tflops=options.peak_tflops,
+                peak_tflops=options.peak_tflops * options.ranks,
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))
-    compare(
-        figures,
-        work=work,
-        seed=SEED,
-        step_numbers=range(options.warmup, options.warmup + options.steps),
-        tables=tables,
-    )
+    timed = range(options.warmup, options.warmup + options.steps)
+    compare(figures, work=work, seed=SEED, step_numbers=timed, tables=tables)
     if options.png is not None and pictured:
         title = f"workload {options.workload}, {options.scale}, {options.device}"
         draw_steps(pictured, memory, options.png, title=title)
@@ -214,6 +229,7 @@ def _report(
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
         "resident": options.resident,
+        "ranks": options.ranks,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
@@ -230,6 +246,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         spill_optimizer=options.device == "cuda" and not options.resident,
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
+        ranks=options.ranks,
     )
 
 

@@ -118,7 +118,7 @@ def recipe(
             "max_slots": work.prompts * work.samples,
             "lengths": work.lengths.model_dump(),
         },
-        "reward": {"functions": [{"function": REWARD}]},
+        "reward": {"functions": [{"function": REWARD}], "on_error": "stop"},
         "algorithm": {"kl_coefficient": KL_COEFFICIENT, "learning_rate": 1e-6},
         "training": {
             "schedule": Schedule.SERIAL if schedule == PER_RESPONSE else schedule,

@@ -9,7 +9,7 @@ from bench.step_inputs import PER_RESPONSE
 from bench.step_summary import vision_tokens
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
-from rollplex.plan.lifetimes import scheduled
+from rollplex.plan.lifetimes import ONE_BY_ONE, scheduled
 from rollplex.plan.plan import RESTORE_AHEAD_GROUPS, plans
 from rollplex.plan.request import GPU_BYTES, Batch, PlanRequest
 from rollplex.plan.sizes import RESERVE_BYTES, Sizes
@@ -48,7 +48,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Plans a workload's steps as the services run them: one GPU, one rank of each.
+    """Plans a workload's steps as the services run them, all ranks of one node.
 
     Attributes:
         work: whose responses are all taken to be as long as the longest.
@@ -58,6 +58,7 @@ class StepPlan:
         budget_gib: of memory that is to be enough; None: all of the GPU.
         graphs: as in the recipe: a number, `auto`, or `all`, which are kept if they fit or not.
         spill_optimizer: whether the optimizer's state is on the host while no update needs it.
+        ranks: tensor-parallel ranks of each service.
     """
 
     work: Workload
@@ -69,6 +70,7 @@ class StepPlan:
     spill_optimizer: bool = True
     checkpointing: bool = False
     ahead: bool = True
+    ranks: int = 1
 
     def of(self, schedule: str) -> Planned | None:
         """None: the plan does not know this schedule."""
@@ -76,7 +78,7 @@ class StepPlan:
             return None
         request = self._request()
         if self.graphs == "all":
-            groups = 1 if schedule == Schedule.SERIAL else request.groups
+            groups = 1 if schedule in ONE_BY_ONE else request.groups
             peak_bytes = scheduled(
                 Sizes(request, fused=request.fused),
                 Schedule(schedule),
@@ -102,9 +104,9 @@ class StepPlan:
         request = PlanRequest(
             shape=read_shape(str(self.model)),
             gpu=self.gpu,
-            gpus=1,
-            train_tp=1,
-            rollout_tp=1,
+            gpus=self.ranks,
+            train_tp=self.ranks,
+            rollout_tp=self.ranks,
             batch=Batch(
                 prompts=work.prompts,
                 samples=work.samples,

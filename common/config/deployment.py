@@ -15,6 +15,8 @@ from common.config.base import ConfigError, FrozenConfig
 from common.config.environment import read_environment
 from common.config.loading import load_config
 from common.ids import WORKERS, Participant, Service
+from common.step.partners import Partners
+from common.step.place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,12 +98,19 @@ class Deployment(FrozenConfig):
     redis: RedisPlacement = RedisPlacement()
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each.
-    More than 1 needs device = "cpu" and the same rollout_tp (docs/parallel.md)."""
+    """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
+    with device = "cuda" on a GPU each (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of the rollout."""
+    """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
+    dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
+    """Data-parallel replicas of those ranks, each with groups of its own in every step: so many
+    times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
+    rollout_gpus: Literal["shared", "own"] = "shared"
+    """Which GPUs the rollout computes on. shared: those of training, rank by rank. own: as many
+    others, behind those; for recipes with `schedule = "disaggregated"`, and for no others. On a CPU
+    it means nothing."""
     mps: Literal["auto", "off"] = "auto"
     """Whether the services of a GPU share it through NVIDIA's Multi-Process Service. auto: where
     the driver has the daemon; without it they take turns, and hiding work cannot pay."""
@@ -133,7 +142,7 @@ class Deployment(FrozenConfig):
     bit only then. Unset: the node's cores divided among the workers, at least 1."""
     engine_python: Path | None = None
     """Python interpreter of the environment that has SGLang, which runs the engine of recipes with
-    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: the services' own."""
+    `rollout.engine = "sglang"`. Relative: as for `state_dir`. Unset: those are refused."""
     deadlines: Deadlines = Deadlines()
     """How long things may take."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -146,26 +155,40 @@ class Deployment(FrozenConfig):
 
     @model_validator(mode="after")
     def _ranks_are_served(self) -> Self:
-        if self.train_tp != self.rollout_tp:
+        apart = self.train_tp != self.rollout_tp
+        if apart and (self.device != "cpu" or self.governor == "on"):
             raise ValueError(
-                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
-                "equal degrees only; set both to the same number"
+                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: degrees that "
+                f'differ run on device = "cpu" without a governor; device = {self.device!r}, '
+                f"governor = {self.governor!r}: set both to the same number"
             )
-        if self.train_tp > 1 and self.device != "cpu":
+        if apart and self.dp > 1:
             raise ValueError(
-                f"train_tp = {self.train_tp} with device = {self.device!r}: several ranks run on "
-                'device = "cpu" only; set train_tp = 1 and rollout_tp = 1'
+                f"dp = {self.dp} with train_tp = {self.train_tp} and rollout_tp = "
+                f"{self.rollout_tp}: several replicas run with equal degrees only"
             )
-        if self.train_tp > 1 and self.governor == "on":
+        if self.train_tp * self.dp > _RANKS_LIMIT:
             raise ValueError(
-                f'train_tp = {self.train_tp} with governor = "on": jobs of several ranks cannot '
-                'take turns; set governor = "off"'
+                f"dp = {self.dp} with train_tp = {self.train_tp}: a service has at most "
+                f"{_RANKS_LIMIT} processes; lower one of them"
+            )
+        if self.dp > 1 and self.device != "cpu":
+            raise ValueError(
+                f"dp = {self.dp} with device = {self.device!r}: several replicas run on "
+                'device = "cpu" only; set dp = 1'
+            )
+        if self.dp > 1 and self.governor == "on":
+            raise ValueError(
+                f'dp = {self.dp} with governor = "on": jobs of several replicas do not take turns; '
+                'set governor = "off"'
             )
         return self
 
     @property
     def governed(self) -> bool:
         """Whether background work runs on shares of the SMs."""
+        if self.apart:
+            return False  # nothing runs beside the decode
         return self.governor == "on" or (self.governor == "auto" and self.device == "cuda")
 
     @property
@@ -180,9 +203,23 @@ class Deployment(FrozenConfig):
 
     def ranks(self, service: Service) -> int:
         """Processes of a service."""
+        return self.degree(service) * (self.dp if service in WORKERS else 1)
+
+    def degree(self, service: Service) -> int:
+        """Tensor-parallel ranks of one replica of a service."""
         if service in _TRAINING:
             return self.train_tp
         return self.rollout_tp if service is Service.ROLLOUT else 1
+
+    @property
+    def partners(self) -> Partners:
+        """Which ranks of the services work with each other."""
+        return Partners({service: self.degree(service) for service in WORKERS})
+
+    def place(self, participant: Participant) -> Place:
+        """Where a process that computes stands among those of its service."""
+        degree = self.degree(participant.service)
+        return Place(rank=participant.rank, degree=degree, replicas=self.dp)
 
     def placement(self, service: Service) -> ServicePlacement:
         """The placement of a service, defaults included."""
@@ -217,10 +254,22 @@ class Deployment(FrozenConfig):
 
     @property
     def gpus(self) -> int:
-        """How many GPUs of the node are used: rank r of each worker computes on the r-th."""
+        """How many GPUs of the node are used."""
         if self.device != "cuda":
             return 0
+        if self.apart:
+            return self.train_tp + self.rollout_tp
         return max(self.ranks(service) for service in WORKERS)
+
+    @property
+    def apart(self) -> bool:
+        """Whether rollout and training are on different GPUs."""
+        return self.device == "cuda" and self.rollout_gpus == "own"
+
+    def gpu(self, participant: Participant) -> int:
+        """Which of the node's GPUs a worker computes on, of those that its process sees."""
+        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
+        return behind + participant.rank
 
     @property
     def worker_threads(self) -> int:

@@ -154,6 +154,9 @@ class TrainingConfig(FrozenConfig):
     vision_checkpointing: bool | Literal["auto"] = "auto"
     """The same for such a tower alone, whose activations of one large picture take tens of GiB.
     auto: on a GPU."""
+    push_bucket_mib: float = Field(default=256.0, gt=0)
+    """With `disaggregated`: size of the pieces, in MiB, in which weights go to the rollout. One
+    goes while later parts of the weights are updated."""
     share_prefix: bool = True
     """Whether training and scoring run a group's prefix once. off, for comparisons: once for each
     response, as where responses are scored alone; the update is the same. With `serial` only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from common.config.base import FrozenConfig
 
@@ -20,11 +20,14 @@ class SglangConfig(FrozenConfig):
     kv_tokens: int | None = Field(default=None, ge=1)
     """Places for keys and values. Unset: for `max_slots` responses of full length, and one prompt
     of full length for each group of them."""
+    release_memory: bool = True
+    """Whether the places for keys and values are given back to the device while nothing decodes,
+    by SGLang's memory saver. On a CPU SGLang keeps them all the same."""
     memory_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Of a GPU's memory, that the engine may come to use, weights included."""
     deterministic: bool = False
-    """Whether each response is sampled by its own seed, by SGLang's deterministic inference: on a
-    GPU only, and slower. Without it the same seed of a run does not give the same responses."""
+    """Whether logits do not depend on what else is in the batch, by SGLang's deterministic
+    inference: on a GPU only, and slower. Responses are drawn by the run's seed either way."""
     logprob_bound: float = Field(default=0.1, gt=0)
     """Largest difference between the engine's and the trainer's log-probability of a token at the
     first step's gate; a run that passes it is refused."""
@@ -35,3 +38,12 @@ class SglangConfig(FrozenConfig):
     processes are ended then, and started again for the next attempt at the step."""
     arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments of SGLang's engine, by its names, such as `attention_backend`."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _only_further_ones(
+        cls, arguments: dict[str, bool | int | float | str]
+    ) -> dict[str, bool | int | float | str]:
+        if "enable_memory_saver" in arguments:
+            raise ValueError("enable_memory_saver is set by release_memory")
+        return arguments

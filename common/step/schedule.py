@@ -16,6 +16,9 @@ class Schedule(StrEnum):
 
     SERIAL = "serial"
     """Rollout, then reference, then training, then update."""
+    DISAGGREGATED = "disaggregated"
+    """The same phases on two sets of processes: the rollout has weights and a vision tower of its
+    own, to which each update is pushed; finished groups are scored while others decode."""
     ROLLPLEX = "rollplex"
     """Policy and reference prefixes inside the decode window."""
     FUSED = "fused"
@@ -48,7 +51,7 @@ class Condition(StrEnum):
     REFERENCE_OVER = "reference_over"
     """Every living group is scored."""
     GROUPS_DONE = "groups_done"
-    """Every living group is wholly in the gradient accumulator."""
+    """Every living group of every replica is wholly in its gradient accumulator."""
     PREVIOUS_DONE = "previous_done"
     """Every group before this one in the accumulation order is wholly accumulated."""
     WINDOW_OPEN = "window_open"
@@ -115,6 +118,33 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
             }
         ),
     },
+    Schedule.DISAGGREGATED: {
+        **_COMMON,
+        Task.AHEAD_VISION: frozenset({Condition.NEVER}),
+        Task.AHEAD_REFERENCE: frozenset({Condition.NEVER}),
+        Task.DECODE: frozenset({Condition.PREPARED}),
+        Task.POLICY_VISION: frozenset({Condition.GENERATED}),
+        Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.GENERATED}),
+        Task.REFERENCE_SCORE: frozenset({Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED}),
+        Task.POLICY_PREFIX: frozenset(
+            {
+                Condition.VISION_ENCODED,
+                Condition.ROLLOUT_OVER,
+                Condition.REFERENCE_OVER,
+                Condition.PREVIOUS_DONE,
+            }
+        ),
+        Task.RESPONSE_TRAIN: frozenset(
+            {
+                Condition.POLICY_PREFIX_ENCODED,
+                Condition.REWARDED,
+                Condition.SCORED,
+                Condition.ROLLOUT_OVER,
+                Condition.REFERENCE_OVER,
+                Condition.PREVIOUS_DONE,
+            }
+        ),
+    },
     Schedule.ROLLPLEX: {
         **_COMMON,
         Task.AHEAD_VISION: _AHEAD_IN_WINDOW,
@@ -160,9 +190,14 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
 
 ORDER: dict[Schedule, AccumulationOrder] = {
     Schedule.SERIAL: AccumulationOrder.GROUP,
+    Schedule.DISAGGREGATED: AccumulationOrder.GROUP,
     Schedule.ROLLPLEX: AccumulationOrder.GROUP,
     Schedule.FUSED: AccumulationOrder.COMPLETION,
 }
 
 PREFILL_FROM_LEASE: frozenset[Schedule] = frozenset({Schedule.FUSED})
 """Schedules whose rollout takes the policy prefix K/V instead of running a prefill of its own."""
+
+OWN_WEIGHTS: frozenset[Schedule] = frozenset({Schedule.DISAGGREGATED})
+"""Schedules whose rollout shares no weights or K/V with training: it has a copy of the policy's
+weights, and encodes pictures itself."""

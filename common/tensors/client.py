@@ -288,18 +288,44 @@ class BrokerClient:
         size_bytes: int,
         *,
         placement: Placement = Placement.DEVICE,
+        timeout_s: float | None = None,
     ) -> None:
         """Count memory of this process's own allocator in the ledger; 0 gives it back.
 
         A second call of the same name and placement replaces the first.
 
+        Args:
+            timeout_s: longest wait for room; None: refused if there is none now.
         Raises:
-            ArenaFull: no room; the message has the ledger.
+            ArenaFull: no room, or never so much; the message has the ledger.
+            BrokerTimeout: no room in time.
             UnknownRun: the run is not open on this node.
             BrokerGone: the connection ended.
         """
         request = pb.Reserve(run_id=run_id, name=name, bytes=size_bytes, placement=placement)
-        await self._connection.ask(pb.BrokerRequest(reserve=request), timeout_s=_CONTROL_S)
+        if timeout_s is not None:
+            request.timeout_ms = max(1, round(timeout_s * 1000))
+        await self._connection.ask(
+            pb.BrokerRequest(reserve=request),
+            timeout_s=_CONTROL_S if timeout_s is None else timeout_s,
+        )
+
+    def shrink_reservation(
+        self, run_id: RunId, name: str, size_bytes: int, *, away_bytes: int
+    ) -> None:
+        """Reserve less on this process's device, for a while. Any thread; waits for nothing.
+
+        Args:
+            away_bytes: that will be reserved beside it in each step: leases leave room for it.
+        """
+        request = pb.Reserve(
+            run_id=run_id,
+            name=name,
+            bytes=size_bytes,
+            placement=Placement.DEVICE,
+            away_bytes=away_bytes,
+        )
+        self._connection.tell(pb.BrokerRequest(reserve=request))
 
     def report_held(self, name: Held, size_bytes: int) -> None:
         """Tell the ledger what this process has taken of its device itself; 0: nothing.

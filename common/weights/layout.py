@@ -102,12 +102,17 @@ class WeightLayout:
         rank: int = 0,
         world: int = 1,
     ) -> WeightLayout:
-        """Give every parameter its place; inside a region the order is the order of `specs`.
+        """Give every parameter its place.
+
+        Inside a region matrices come before vectors, and the order is that of `specs` otherwise:
+        so what an engine joins, such as gate and up, lies together whether it is trained or not.
 
         Raises: LayoutInvalid for a name given twice, a frozen parameter with decay, an alias of
             something unknown, or a rank outside the world.
         """
-        ordered = sorted(specs, key=lambda spec: (not spec.trainable, not spec.decay))
+        ordered = sorted(
+            specs, key=lambda spec: (not spec.trainable, not spec.decay, len(spec.shape) < 2)
+        )
         entries: list[TensorEntry] = []
         offset = decay_elements = trainable_elements = 0
         for spec in ordered:

@@ -66,18 +66,19 @@ class WorkerDevice:
 
     @classmethod
     def of(cls, deployment: Deployment, participant: Participant) -> WorkerDevice:
-        """Rank r computes on the r-th GPU that its process sees. Opens its context.
+        """The deployment says which of the GPUs that its process sees. Opens its context.
 
         Raises:
             CudaMissing: there is no such GPU.
         """
         if deployment.device == "cpu":
             return cls(torch=torch.device("cpu"), uuid="")
-        ordinal, visible = participant.rank, torch.cuda.device_count()
+        ordinal, visible = deployment.gpu(participant), torch.cuda.device_count()
         if ordinal >= visible:
             raise CudaMissing(
                 f'device = "cuda": {participant} needs GPU {ordinal}, and its process sees '
-                f"{visible}; lower train_tp and rollout_tp, or make more GPUs visible"
+                f'{visible}; lower train_tp and rollout_tp, set rollout_gpus = "shared", or make '
+                "more GPUs visible"
             )
         return cls(
             torch=torch.device("cuda", ordinal),

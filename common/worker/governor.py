@@ -2,7 +2,9 @@
 
 The rollout says in shared memory what decodes. Nothing does: the job has the whole GPU. Otherwise
 it runs on the stream of the share of the SMs that `common.governor` chooses, and alone among the
-background services, with the token of `common.worker.sm_token`.
+background services, with the token of `common.worker.sm_token`. Of several ranks, rank 0 chooses
+and holds the token of its GPU for all: a rank that waited for a token of its own could keep one
+that holds another's.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from common.governor.reading import Reading
     from common.governor.table import CoRunTable
     from common.worker.context import RunContext
+    from common.worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,8 @@ class Governor:
         *,
         fixed: bool,
         record: Path,
+        ranks: Ranks | None = None,
+        leads: bool = True,
     ) -> None:
         """Begin with nothing measured.
 
@@ -94,6 +99,8 @@ class Governor:
             token: held for each job beside a decode.
             fixed: shares are chosen from the table alone; else it is what to begin with.
             record: file for the measured table.
+            ranks: of the service; None: there is one.
+            leads: whether this rank chooses.
         """
         self.token = token
         self._table = table
@@ -101,6 +108,8 @@ class Governor:
         self._live = live
         self._fixed = fixed
         self._record = record
+        self._ranks = ranks
+        self._leads = leads
         self._steps = 0
         self._tally = StepTally()
         self._price = WindowPrice()
@@ -116,16 +125,18 @@ class Governor:
         return cls(
             table,
             context.device,
-            await LiveDecode.open(context),
-            await SmToken.open(context),
+            await LiveDecode.open(context) if context.leads else LiveDecode.private(),
+            await SmToken.open(context) if context.leads else SmToken.private(),
             fixed=fixed,
             record=context.run_dir / TABLES_FOLDER / name,
+            ranks=context.joined,
+            leads=context.leads,
         )
 
     @property
-    def decoding(self) -> bool:
-        """Whether a sequence decodes at the moment. Any thread."""
-        return self._live.rows > 0
+    def wants_token(self) -> bool:
+        """Whether a job has to hold the token at the moment: a sequence decodes. Any thread."""
+        return self._leads and self._live.rows > 0
 
     def watch_alone(self) -> None:
         """Measure the decode with nothing beside it, if that is due. The token is held."""
@@ -151,14 +162,18 @@ class Governor:
         Args:
             job: one for the next step that gives None has done nothing, and is no sample.
             work: size of the job, in a unit of the task's own.
-            beside: whether the token is held; without it the job has the whole GPU.
+            beside: whether the token is held; without it the job has the whole GPU, or what rank 0
+                has chosen.
         """
+        if not self._leads:
+            return self._follow(task, job)
         judgement, kind = self._judgement, _KINDS.get(task, task)
         before = self._live.reading()
         share = judgement.shares.total_sms
         beside = beside and before.rows > 0
         if beside:
             share = judgement.chooser.choose(kind, before.rows, self._price.of(kind))
+        self._told(task, share)
         with self.token.taken(share) if beside else nullcontext():
             value = judgement.shares.run(share, job)
         after, rate = self._live.reading(), None
@@ -169,6 +184,18 @@ class Governor:
             rate = self._observe(kind, share, before, after, work=work, beside=beside)
         sms = share if share < judgement.shares.total_sms else 0
         return Governed(value=value, sms=sms, decode_rate=rate or 0.0)
+
+    def _follow(self, task: Task, job: Callable[[], T]) -> Governed[T]:
+        shares = self._judgement.shares
+        share = self._told(task, shares.total_sms)
+        value = shares.run(share, job)
+        return Governed(value=value, sms=share if share < shares.total_sms else 0, decode_rate=0.0)
+
+    def _told(self, task: Task, share: int) -> int:
+        """Rank 0's share. Nothing decodes in an update, whose jobs ranks may count differently."""
+        if self._ranks is None or task is Task.UPDATE:
+            return share
+        return self._ranks.told(share)
 
     def step_ended(self, step: int, *, window_closed: bool) -> None:
         """Log what ran beside the step's decode, and write down what is known by now.

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from common.worker.device import WorkerDevice
     from common.worker.governor import Governor
     from common.worker.own_memory import OwnMemory
+    from common.worker.work import Held, HeldWeights
 
 INLINE_COPY_BYTES = 1 << 20
 """Larger copies into leases leave the event loop's thread."""
@@ -139,7 +140,7 @@ class StepScope:
         Raises: StepOver if the epoch ends before it starts.
         """
         governor = self._governor
-        if governor is None or not governor.decoding:
+        if governor is None or not governor.wants_token:
             await self._keep_to_budget()
             return await self._computed(task, job, work, beside=False)
         async with self.exclusive(governor.token.storage):
@@ -304,7 +305,7 @@ class StepScope:
         else:
             fill()
 
-    async def read(self, storage: Storage, version: WeightsVersion) -> Hold:
+    async def read(self, storage: HeldWeights[Held], version: WeightsVersion) -> Held:
         """Hold a version of a storage until it is given back, or until `close`."""
         hold = await storage.hold_read(version, timeout_s=HOLD_TIMEOUT_S)
         self.keep(hold)

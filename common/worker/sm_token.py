@@ -40,14 +40,15 @@ class SmToken:
 
     @classmethod
     async def open(cls, context: RunContext) -> SmToken:
-        """Create or attach to the run's."""
+        """Create or attach to the run's; for the rank that decides of each service."""
         spec = StorageSpec(
             tensors=(TensorSpec(name=_NAME, dtype=DType.INT64, shape=(1,)),),
             readers=(context.peer(Service.ROLLOUT),),
             writers=tuple(context.peer(service) for service in BACKGROUND),
             placement=Placement.HOST,
         )
-        storage = await context.broker.open_storage(context.run_id, TOKEN_STORAGE, create=spec)
+        name = context.storage_name(TOKEN_STORAGE, context.peer(Service.ROLLOUT).rank)
+        storage = await context.broker.open_storage(context.run_id, name, create=spec)
         return cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
 
     @property
@@ -63,6 +64,10 @@ class SmToken:
         A holder that died leaves its share until the next one comes, which costs time at most.
         """
         return int(self._word[0])
+
+    def is_taken(self) -> bool:
+        """Whether a job runs beside the decode at the moment."""
+        return self.share > 0
 
     @contextmanager
     def taken(self, share: int) -> Iterator[None]:

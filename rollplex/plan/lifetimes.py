@@ -2,14 +2,15 @@
 
 Naive colocation runs the same processes without lifetimes: all that a process ever needs stays,
 so every phase has the sum of all largest amounts. Rollplex's lifetimes are those of its leases,
-storages and graphs; a schedule is `common.step.schedule.TABLE`.
+storages and graphs; a schedule is `common.step.schedule.TABLE`. Of `disaggregated` the table is a
+training GPU's; `rollout_apart` is the other kind's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from rollplex.plan.sizes import RESERVE_BYTES
 from rollplex.plan.table import Phase, Table, TensorClass
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _DECODING = (Phase.PREFILL, Phase.WINDOW)
 _BEFORE_UPDATE = tuple(phase for phase in Phase if phase is not Phase.UPDATE)
 _AFTER_WINDOW = (Phase.REFERENCE, Phase.TRAINING)
+ONE_BY_ONE = frozenset({Schedule.SERIAL, Schedule.DISAGGREGATED})
+"""Schedules in which one policy prefix at a time runs forward and backward."""
 
 
 def naive(sizes: Sizes, *, graphs: int, inputs: bool) -> Table:
@@ -65,7 +68,7 @@ def naive(sizes: Sizes, *, graphs: int, inputs: bool) -> Table:
 def scheduled(
     sizes: Sizes, schedule: Schedule, *, graphs: int, inputs: bool, restore_ahead: int
 ) -> Table:
-    """A schedule of Rollplex.
+    """A schedule of Rollplex, on a GPU that trains.
 
     Args:
         sizes: of the kernels that a GPU runs.
@@ -77,8 +80,8 @@ def scheduled(
     table = Table()
     _storages(table, sizes, schedule)
     _prompts(table, sizes, schedule)
-    table.put(TensorClass.POOL_PREFIX, sizes.pool_prefix, _DECODING)
-    table.put(TensorClass.POOL_PRIVATE, sizes.pool_private, _DECODING)
+    if schedule not in OWN_WEIGHTS:
+        _pools(table, sizes)
     _leases(table, sizes, schedule)
     where = training_phases(schedule)
     table.put(TensorClass.KV_GRADIENTS, sizes.prefix_kv_gradients, where)
@@ -96,6 +99,30 @@ def scheduled(
     return table
 
 
+def rollout_apart(sizes: Sizes) -> Table:
+    """A GPU of a rollout that shares none with training.
+
+    Args: sizes: as for `scheduled`.
+    """
+    table = Table()
+    table.put(TensorClass.ROLLOUT, sizes.weights(sizes.request.rollout_tp))
+    _pools(table, sizes)
+    prompts = sizes.request.decoding_groups * (sizes.embeddings + sizes.pixels)
+    table.put(TensorClass.VISION, prompts, (Phase.VISION, *_DECODING))
+    table.put(TensorClass.WORK, sizes.vision_work(), (Phase.VISION,))
+    prefill = max(sizes.prefill_work(), sizes.vision_work(), sizes.decode_work())
+    table.put(TensorClass.WORK, prefill, (Phase.PREFILL,))
+    table.put(TensorClass.WORK, sizes.decode_work(), (Phase.WINDOW,))
+    table.put(TensorClass.RESERVE, RESERVE_BYTES)
+    return table
+
+
+def _pools(table: Table, sizes: Sizes) -> None:
+    """K/V of the rollout."""
+    table.put(TensorClass.POOL_PREFIX, sizes.pool_prefix, _DECODING)
+    table.put(TensorClass.POOL_PRIVATE, sizes.pool_private, _DECODING)
+
+
 def training_phases(schedule: Schedule) -> tuple[Phase, ...]:
     """Where response and prefix backwards may run."""
     if schedule is Schedule.FUSED:
@@ -105,7 +132,7 @@ def training_phases(schedule: Schedule) -> tuple[Phase, ...]:
 
 def graph_phases(schedule: Schedule) -> tuple[Phase, ...]:
     """Where graphs of prefixes live."""
-    if schedule is Schedule.SERIAL:
+    if schedule in ONE_BY_ONE:
         return (Phase.TRAINING,)
     first = (Phase.PREFILL,) if schedule is Schedule.FUSED else ()
     return (*first, Phase.WINDOW, *_AFTER_WINDOW)
@@ -121,7 +148,9 @@ def reference_phases(schedule: Schedule) -> tuple[Phase, ...]:
 
 def _storages(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     request = sizes.request
-    if request.layouts_nest:
+    if schedule in OWN_WEIGHTS:
+        table.put(TensorClass.POLICY, sizes.weights(request.train_tp))
+    elif request.layouts_nest:
         widest = min(request.train_tp, request.rollout_tp)
         table.put(TensorClass.POLICY, sizes.weights(widest))
     else:
@@ -152,7 +181,7 @@ def _prompts(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     # the reference needs the pixels again where it has a tower of its own
     table.put(TensorClass.VISION, embeddings + (0 if frozen else pixels), _BEFORE_UPDATE)
     table.put(TensorClass.VISION, embeddings + pixels, (Phase.VISION,))
-    if sizes.request.ahead and frozen and schedule is not Schedule.SERIAL:
+    if sizes.request.ahead and frozen and schedule not in ONE_BY_ONE:
         table.put(TensorClass.VISION, 2 * embeddings + pixels, (Phase.WINDOW, *_AFTER_WINDOW))
         table.put(TensorClass.VISION, embeddings, (Phase.UPDATE,))
     # on a GPU a tower that trains keeps its blocks' inputs only
@@ -162,8 +191,8 @@ def _prompts(table: Table, sizes: Sizes, schedule: Schedule) -> None:
 
 def _leases(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     whole = sizes.request.groups * sizes.prefix_kv
-    if schedule is Schedule.SERIAL:
-        table.put(TensorClass.REFERENCE_KV, whole, (Phase.REFERENCE,))
+    if schedule in ONE_BY_ONE:
+        table.put(TensorClass.REFERENCE_KV, whole, _scoring_phases(schedule))
         table.put(TensorClass.POLICY_KV, sizes.prefix_kv, (Phase.TRAINING,))
         return
     table.put(TensorClass.POLICY_KV, whole, graph_phases(schedule))
@@ -175,9 +204,15 @@ def _leases(table: Table, sizes: Sizes, schedule: Schedule) -> None:
         table.put(TensorClass.REFERENCE_KV, whole, (Phase.WINDOW, *scored))
 
 
+def _scoring_phases(schedule: Schedule) -> tuple[Phase, ...]:
+    """Where finished groups are scored, beside their training in `fused`."""
+    apart = schedule is Schedule.DISAGGREGATED
+    return (Phase.WINDOW, Phase.REFERENCE) if apart else (Phase.REFERENCE,)
+
+
 def _logits(table: Table, sizes: Sizes, schedule: Schedule) -> None:
     score, train = sizes.logits(backward=False), sizes.logits(backward=True)
-    table.put(TensorClass.LOGITS, score, (Phase.REFERENCE,))
+    table.put(TensorClass.LOGITS, score, _scoring_phases(schedule))
     both = score if schedule is Schedule.FUSED else 0
     table.put(TensorClass.LOGITS, train + both, training_phases(schedule))
 
@@ -192,12 +227,18 @@ def _work(table: Table, sizes: Sizes, schedule: Schedule, *, inputs: bool) -> No
     decode = sizes.decode_work()
     own_prefill = sizes.prefill_work()
     fused = schedule is Schedule.FUSED
-    window = {Schedule.SERIAL: 0, Schedule.ROLLPLEX: encode, Schedule.FUSED: score + train}
+    window = {
+        Schedule.SERIAL: decode,
+        Schedule.DISAGGREGATED: max(encode, sizes.vision_work()) + score,
+        Schedule.ROLLPLEX: encode + decode,
+        Schedule.FUSED: score + train + decode,
+    }
+    prefill = encode if fused else max(own_prefill, decode)
     for phase, size in (
         (Phase.VISION, sizes.vision_work()),
-        (Phase.PREFILL, encode if fused else max(own_prefill, decode)),
-        (Phase.WINDOW, window[schedule] + decode),
-        (Phase.REFERENCE, score + (encode if schedule is Schedule.SERIAL else 0)),
+        (Phase.PREFILL, 0 if schedule in OWN_WEIGHTS else prefill),
+        (Phase.WINDOW, window[schedule]),
+        (Phase.REFERENCE, score + (encode if schedule in ONE_BY_ONE else 0)),
         (Phase.TRAINING, train),
         (Phase.UPDATE, sizes.update_work()),
     ):

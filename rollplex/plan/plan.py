@@ -6,9 +6,9 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.tensors.parts import PARTS_IN_FLIGHT
-from rollplex.plan.lifetimes import naive, scheduled
+from rollplex.plan.lifetimes import ONE_BY_ONE, naive, rollout_apart, scheduled
 from rollplex.plan.sizes import Sizes
 from rollplex.plan.table import Phase, TensorClass
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 NAIVE = "naive"
 """The name of naive colocation among the schedules."""
+ROLLOUT_APART = f"{Schedule.DISAGGREGATED} rollout"
+"""The name of the plan for a GPU of the rollout alone, beside that for one that trains."""
 
 RESTORE_AHEAD_GROUPS = 3
 """Groups still to be trained when the optimizer's state is sent back to the device, where there is
@@ -32,7 +34,7 @@ class Plan:
     """One way to run the step on one GPU.
 
     Attributes:
-        name: `NAIVE` or a schedule.
+        name: `NAIVE`, a schedule, or `ROLLOUT_APART`.
         graphs: prefixes whose graph is kept at a time.
         inputs: layer inputs only are kept, and layers run again in the backward.
         restore_ahead: groups still to be trained when the optimizer's state comes back; 0: its
@@ -57,8 +59,8 @@ class Plan:
 
     @property
     def recipe(self) -> dict[str, str | int | bool]:
-        """The recipe's table `training` for this plan; empty for naive colocation."""
-        if self.name == NAIVE:
+        """The recipe's table `training` for this plan; empty where that is another one's."""
+        if self.name in (NAIVE, ROLLOUT_APART):
             return {}
         request = self.sizes.request
         return {
@@ -85,12 +87,13 @@ class Plan:
 
 
 def plans(request: PlanRequest) -> tuple[Plan, ...]:
-    """Naive colocation first, then every schedule.
+    """Naive colocation first, then every schedule, and the GPUs of a rollout that has its own.
 
     Raises: InvalidArgument if the request cannot be.
     """
     request.check()
-    return (_naive(request), *(_scheduled(request, schedule) for schedule in Schedule))
+    made = (_naive(request), *(_scheduled(request, schedule) for schedule in Schedule))
+    return (*made, _rollout_apart(request))
 
 
 def _naive(request: PlanRequest) -> Plan:
@@ -108,9 +111,23 @@ def _naive(request: PlanRequest) -> Plan:
     )
 
 
+def _rollout_apart(request: PlanRequest) -> Plan:
+    sizes = Sizes(request, fused=request.fused)
+    return Plan(
+        name=ROLLOUT_APART,
+        sizes=sizes,
+        graphs=0,
+        inputs=False,
+        restore_ahead=0,
+        host_bytes=0,
+        table=rollout_apart(sizes),
+        notes=(f"as many GPUs again, for the rollout of {Schedule.DISAGGREGATED} alone",),
+    )
+
+
 def _scheduled(request: PlanRequest, schedule: Schedule) -> Plan:
     """The first choice that fits: as many graphs as there is room for, layer inputs at last."""
-    most = 1 if schedule is Schedule.SERIAL else request.groups
+    most = 1 if schedule in ONE_BY_ONE else request.groups
     most = min(most, request.prefix_graphs or most)
     tiers = (True,) if request.checkpointing else (False, True)
     for inputs in tiers:
@@ -162,7 +179,9 @@ def _notes(
 ) -> tuple[str, ...]:
     request, groups = sizes.request, sizes.request.groups
     notes = []
-    if schedule is Schedule.SERIAL:
+    if schedule in OWN_WEIGHTS:
+        notes.append(f"of a GPU that trains; those of the rollout: {ROLLOUT_APART}")
+    if schedule in ONE_BY_ONE:
         notes.append("one prefix at a time runs forward and, with its graph, backward")
     else:
         again = groups - graphs

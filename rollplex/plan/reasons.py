@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.step.schedule import Schedule
 from common.tensors.parts import PARTS_IN_FLIGHT
 from common.vlm.shape import QWEN3, vision_ranks
-from rollplex.plan.plan import NAIVE, gib
+from rollplex.plan.plan import NAIVE, ROLLOUT_APART, gib
 from rollplex.plan.sizes import OPTIMIZER_PART_MIB, RESERVE_BYTES
 from rollplex.plan.table import TensorClass
 from rollplex.plan.weights import parameter_count, rank_elements
@@ -29,7 +29,8 @@ def reasons(plan: Plan) -> dict[TensorClass, str]:
 def _weights(plan: Plan) -> dict[TensorClass, str]:
     sizes, request = plan.sizes, plan.sizes.request
     train, rollout = request.train_tp, request.rollout_tp
-    shared = plan.name != NAIVE and request.layouts_nest
+    alone = (NAIVE, Schedule.DISAGGREGATED, ROLLOUT_APART)
+    shared = plan.name not in alone and request.layouts_nest
     ranks = min(train, rollout) if shared else train
     held = rank_elements(request.shape, ranks)
     use = f"one storage for training TP {train} and rollout TP {rollout}: " if shared else ""
@@ -145,6 +146,7 @@ def assumptions(request: PlanRequest, sizes: Sizes) -> list[str]:
         f"the vision tower is {'trained' if request.train_vision else 'frozen'} and split over "
         f"{tower} ranks" + ("" if tower == train else ": its heads or inner width do not divide"),
         "reference weights and the gradient accumulator never leave the GPU",
+        f"{Schedule.DISAGGREGATED} has these GPUs for training, and as many others for the rollout",
         "what allocators keep between and behind tensors is not counted beyond the reserve: "
         f"{gib(request.headroom_bytes)} GiB of headroom are left for it",
         f"{'fused kernels' if sizes.fused else 'plain modules'} under the schedules",

@@ -18,6 +18,7 @@ CPU_LIMITS: Mapping[str, float] = {
     "split_vs_monolithic_rel_grad_diff_f64": 1e-8,
     "logprob_diff_f32": 1e-5,
     "decode_logit_diff_f32": 1e-5,
+    "disaggregated_engine_logprob_diff": 1e-5,
     "serial_vs_fused_rel_diff": 1e-5,
     "fused_engine_logprob_diff": 1e-5,
 }
@@ -43,7 +44,7 @@ class VerifyReport:
     """
 
     device: str
-    values: Mapping[str, float | bool | Mapping[str, float]]
+    values: Mapping[str, float | bool | Mapping[str, float] | None]
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -54,8 +55,11 @@ class VerifyReport:
             for name, limit in limits.items()
             if not float(self.values[name]) < limit  # type: ignore[arg-type]
         ]
-        if self.device == "cpu" and self.values["serial_vs_rollplex_bitwise"] is not True:
-            found.append("serial and rollplex did not end with the same bits")
+        found += [
+            f"serial and {schedule} did not end with the same bits"
+            for schedule in ("disaggregated", "rollplex")
+            if self.device == "cpu" and self.values[f"serial_vs_{schedule}_bitwise"] is not True
+        ]
         return tuple(found)
 
     def to_json(self) -> str:
@@ -95,6 +99,8 @@ async def _verify(device: str, folder: Path, say: Callable[[str], object]) -> Ve
         device=device,
         values={
             **split,
+            "serial_vs_disaggregated_bitwise": schedules.serial_vs_disaggregated_bitwise,
+            "disaggregated_engine_logprob_diff": schedules.disaggregated_engine_logprob_diff,
             "serial_vs_rollplex_bitwise": schedules.serial_vs_rollplex_bitwise,
             "serial_vs_rollplex_rel_diff": schedules.serial_vs_rollplex_rel_diff,
             "serial_vs_fused_rel_diff": schedules.serial_vs_fused_rel_diff,

@@ -1,8 +1,9 @@
-"""The same run under three schedules, in the real services, and how its weights compare.
+"""The same run under each schedule, in the real services, and how its weights compare.
 
-`serial` records its responses. On a CPU `rollplex` samples its own and has to end with the same
-bits; `fused` is fed the recorded ones and has to end close to `serial`. On a GPU nothing is equal
-bit for bit, so both are fed the recorded ones.
+`serial` records its responses. On a CPU `disaggregated` and `rollplex` sample their own and have to
+end with the same bits; `fused` is fed the recorded ones and has to end close to `serial`. On a GPU
+nothing is equal bit for bit, so the others are fed the recorded ones; `disaggregated`, which needs
+GPUs of its own for the rollout, is left out there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from safetensors.numpy import load_file
 from common.config.loading import check
 from common.config.recipe import Recipe
 from common.errors import FailedPrecondition
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
 from rollplex.client import Client
 from rollplex.models import Run, RunState
 
@@ -33,6 +34,9 @@ PATIENCE = timedelta(seconds=60)
 class ScheduleReport:
     """How the schedules' weights and log-probabilities compare."""
 
+    serial_vs_disaggregated_bitwise: bool | None
+    """Of weights and of sampled responses; None: `disaggregated` was left out."""
+    disaggregated_engine_logprob_diff: float | None
     serial_vs_rollplex_bitwise: bool
     serial_vs_rollplex_rel_diff: float
     serial_vs_fused_rel_diff: float
@@ -51,11 +55,12 @@ async def compare_schedules(
     device: str,
     say: Callable[[str], object],
 ) -> ScheduleReport:
-    """Run all three schedules one after the other on the node at `address`."""
+    """Run all schedules one after the other on the node at `address`."""
     runs: dict[Schedule, Run] = {}
     fed = {Schedule.FUSED} if device == "cpu" else {Schedule.ROLLPLEX, Schedule.FUSED}
+    asked = [one for one in Schedule if device == "cpu" or one not in OWN_WEIGHTS]
     async with await Client.connect(address) as client:
-        for schedule in Schedule:
+        for schedule in asked:
             say(f"{STEPS} steps of {schedule}")
             replay = Path(runs[Schedule.SERIAL].run_dir) if schedule in fed else None
             recipe = verification_recipe(model, schedule, replay_from=replay)
@@ -66,7 +71,15 @@ async def compare_schedules(
             runs[schedule] = run
     weights = {schedule: final_weights(Path(run.run_dir)) for schedule, run in runs.items()}
     serial = weights[Schedule.SERIAL]
+    apart = runs.get(Schedule.DISAGGREGATED)
     return ScheduleReport(
+        serial_vs_disaggregated_bitwise=None
+        if apart is None
+        else _equal(serial, weights[Schedule.DISAGGREGATED])
+        and _equal(*(_responses(Path(run.run_dir)) for run in (runs[Schedule.SERIAL], apart))),
+        disaggregated_engine_logprob_diff=None
+        if apart is None
+        else apart.latest["mismatch_abs_max"],
         serial_vs_rollplex_bitwise=_equal(serial, weights[Schedule.ROLLPLEX]),
         serial_vs_rollplex_rel_diff=_relative_difference(serial, weights[Schedule.ROLLPLEX]),
         serial_vs_fused_rel_diff=_relative_difference(serial, weights[Schedule.FUSED]),
@@ -107,6 +120,15 @@ def final_weights(run_dir: Path) -> dict[str, np.ndarray]:
     for path in sorted(folder.rglob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
+
+
+def _responses(run_dir: Path) -> dict[str, np.ndarray]:
+    """What a run has sampled, by step and group."""
+    return {
+        f"{path.stem}.{name}": tensor
+        for path in sorted((run_dir / "responses").glob("step-*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def _equal(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:

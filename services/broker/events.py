@@ -248,6 +248,10 @@ class ReserveMemory(Request):
     name: str
     placement: Placement
     size_bytes: int
+    away_bytes: int = 0
+    """That will be reserved beside it in each step."""
+    deadline_ns: int | None = None
+    """For room; None: it is refused if there is none now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,10 @@ class Runs:
             )
         return self._fences[run_id]
 
+    def knows(self, run_id: RunId) -> bool:
+        """Whether a run is open."""
+        return run_id in self._fences
+
     def require_known(self, run_id: RunId) -> None:
         """Raises UnknownRun."""
         self.fence(run_id)

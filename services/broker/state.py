@@ -32,7 +32,6 @@ from services.broker.instructions import (
     AnnounceStepBegan,
     Instruction,
     Refuse,
-    ReplyDone,
     ReplyRoom,
 )
 from services.broker.leases import LeaseBook
@@ -79,7 +78,7 @@ class BrokerState:
         self._rooms = Rooms(arenas, copies_bytes=copies_bytes, table=lambda: self.ledger().table())
         self._leases = LeaseBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
         self._storages = StorageBook(runs=self._runs, rooms=self._rooms, outbox=self._outbox)
-        self._reservations = Reservations(self._rooms)
+        self._reservations = Reservations(self._rooms, self._outbox)
         self._held = HeldMemory(self._rooms, self._outbox)
         self._held.put_contexts(_BROKER)
         self._sessions: dict[SessionId, _Session] = {}
@@ -244,7 +243,12 @@ class BrokerState:
         if self._runs.begin(event.plan):
             self._end_epochs(event.plan.run_id, event.at_ns)
             room = {
-                device: max(0, most_bytes - self._storages.away_bytes(device))
+                device: max(
+                    0,
+                    most_bytes
+                    - self._storages.away_bytes(device)
+                    - self._reservations.away_bytes(device),
+                )
                 for device, most_bytes in self._rooms.lease_bytes().items()
             }
             self._outbox.add(AnnounceStepBegan(plan=event.plan, lease_room_bytes=room))
@@ -333,12 +337,9 @@ class BrokerState:
 
     @_apply.register
     def _(self, event: events.ReserveMemory) -> None:
-        self._runs.require_known(event.run_id)
-        participant = event.origin.participant
-        self._reservations.put(
-            participant, event.run_id, event.name, event.size_bytes, event.placement
-        )
-        self._outbox.add(ReplyDone(origin=event.origin))
+        if event.origin.request or self._runs.knows(event.run_id):
+            self._runs.require_known(event.run_id)
+            self._reservations.put(event)
 
     @_apply.register
     def _(self, event: events.ReportHeld) -> None:

@@ -296,6 +296,8 @@ def _reserve(message: pb.Reserve, origin: Origin, at_ns: int) -> events.ReserveM
         name=message.name,
         placement=_placement(message.placement),
         size_bytes=message.bytes,
+        away_bytes=message.away_bytes,
+        deadline_ns=_deadline_ns(at_ns, message.timeout_ms) if message.timeout_ms else None,
     )
 
 

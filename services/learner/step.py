@@ -36,6 +36,7 @@ class LearnerStep:
         self._run = run
         self._scope = scope
         self._accumulating = False
+        self._update: Update | None = None
         self._expects = (
             run.context.spills_optimizer
             and run.context.recipe.training.restore_ahead_groups > 0
@@ -49,7 +50,7 @@ class LearnerStep:
     async def run(self, task: Task, group: GroupId | None, cause_id: str) -> None:
         """Train one group's responses, or update."""
         if task is Task.UPDATE:
-            await self._update(cause_id)
+            await self._make_update(cause_id)
             return
         assert task is Task.RESPONSE_TRAIN
         assert group is not None
@@ -61,6 +62,8 @@ class LearnerStep:
     async def advance(self) -> None:
         """Have spilled optimizer state come back beside the last groups' backward."""
         view = self._scope.view
+        if self._update is not None:
+            self._update.advance()
         if not self._expects or not view.rollout_over:
             return
         left = sum(not group.done for group in view.living)
@@ -70,7 +73,10 @@ class LearnerStep:
                 storage.prefetch()
 
     def close(self) -> None:
-        """Nothing is kept between tasks."""
+        """Leave a rollout that waits for a push which will not come."""
+        link = self._run.context.push
+        if link is not None and not self._scope.view.finished:
+            link.close()
 
     @property
     def _has_room_for_all(self) -> bool:
@@ -211,13 +217,14 @@ class LearnerStep:
 
     # ---------------------------------------------------------------- update
 
-    async def _update(self, cause_id: str) -> None:
+    async def _make_update(self, cause_id: str) -> None:
         """Make the next version of the weights."""
         scope, run = self._scope, self._run
         version = WeightsVersion(scope.view.version + 1)
         async with scope.exclusive(run.storages.gradients):
-            made = await Update(run, scope, version=version).make(accumulated=self._accumulating)
-        if not run.context.leads:
+            self._update = Update(run, scope, version=version)
+            made = await self._update.make(accumulated=self._accumulating)
+        if not run.context.speaks_for_all:
             return
         body = bodies.WeightsPublished(weights_version=version, metrics=made.metrics)
         await scope.publish(body, span=made.span, cause_id=cause_id)

@@ -1,10 +1,14 @@
 """The update of one epoch: gradients first, then part after part of the optimizer's state.
 
+It is the one place where replicas meet: each sums its share of all their gradients, updates that
+share of the weights, and gets the others' shares of the new ones.
+
 Order: change, make durable, publish. The weights are held from before the first change until the
 new version is durable. The parts are published one by one as they are changed, so that each can
 leave the device while the next ones are updated: nobody but the learner reads them. Whatever ends
 the update before its first change leaves the old version whole; later, the weights are torn, and a
-durable copy is whole.
+durable copy is whole. A rollout with weights of its own gets the buckets of them as they are made,
+and can read the version before the step ends.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from common.rl.optimizer import FlatAdamW, global_norm, ready_gradients
 from common.step.tasks import Task
 from common.tensors.parts import PARTS_IN_FLIGHT
 from services.learner.errors import TooManyNonFinite
+from services.learner.push import WeightsPush
 from services.learner.step_metrics import step_metrics
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from common.rl.optimizer import UpdateReport
     from common.tensors.storage import Storage
     from common.worker.scope import Rewriting, StepScope
+    from services.learner.replicas import Replicas
     from services.learner.run import LearnerRun
     from services.learner.training_state import StatePart, TrainingState
 
@@ -59,11 +65,17 @@ class Update:
         self._scope = scope
         self._version = version
         self._timeout_s = run.context.recipe.training.step_deadline_s
+        self._push: WeightsPush | None = None
+
+    def advance(self) -> None:
+        """An event was folded into the view."""
+        if self._push is not None:
+            self._push.advance()
 
     async def make(self, *, accumulated: bool) -> Made:
         """Update weights and optimizer state from the accumulator, which the caller holds.
 
-        Args: accumulated: whether any group of the step had a gradient.
+        Args: accumulated: whether any group of this replica had a gradient.
         """
         run, scope = self._run, self._scope
         self._expect(range(1))
@@ -72,14 +84,20 @@ class Update:
         report = ready.value
         applied = report if report is not None and report.applied else None
         end_ns = ready.span.end_ns
+        await self._begin_push(applied)
         for number, (storage, part) in enumerate(run.storages.parts()):
             end_ns = await self._rewrite(number, storage, part, applied, weights)
+        if run.replicas is not None and applied is not None:
+            gathered = await scope.run(Task.UPDATE, partial(self._gather, run.replicas, weights))
+            end_ns = gathered.span.end_ns
         metrics = step_metrics(scope.view, report)
         if run.context.recipe.training.host_shadow:
             await scope.between_jobs(partial(run.shadow.finish, self._version))
+        if self._push is not None:
+            metrics |= await self._push.end()
         # A version is durable once every rank has saved it,
         await self._meet()
-        if run.context.leads:
+        if run.context.speaks_for_all:
             await self._make_durable(metrics)
         # is published once it is durable,
         await self._meet()
@@ -121,17 +139,35 @@ class Update:
                 run.shadow.save(part)
 
         done = await scope.run(Task.UPDATE, apply)
+        if self._push is not None:
+            self._push.made(part.elements.stop)
         await rewriting.publish()
         scope.give_back(rewriting)
         if run.context.spills_optimizer:
             await scope.between_jobs(storage.park)
         return done.span.end_ns
 
+    async def _begin_push(self, applied: UpdateReport | None) -> None:
+        """Where the rollout has weights of its own: of those that change, if any do."""
+        run, link = self._run, self._run.context.push
+        if link is None:
+            return
+        state = run.storages.state
+        elements = 0 if applied is None else state.layout.trainable_elements
+        weights = state.weights[:elements]
+        self._push = WeightsPush(self._scope, link, version=self._version, weights=weights)
+        await self._push.begin()
+
     async def _meet(self) -> None:
         """Wait for the other ranks."""
-        tensor = self._run.context.tensor
-        if tensor is not None:
-            await self._scope.between_jobs(tensor.meet)
+        joined = self._run.context.joined
+        if joined is not None:
+            await self._scope.between_jobs(joined.meet)
+
+    def _gather(self, replicas: Replicas, weights: Rewriting) -> None:
+        """Get the other replicas' shares of the new weights."""
+        weights.touch()
+        replicas.gather(self._run.storages.state.trainable_weights)
 
     def _expect(self, numbers: range) -> None:
         """Have spilled parts come back; those that are there stay."""
@@ -139,12 +175,17 @@ class Update:
             storage.prefetch()
 
     def _ready(self, *, accumulated: bool) -> UpdateReport | None:
-        """Normalise and clip the gradients. None: no group of this step had one."""
+        """Sum, normalise and clip the gradients. None: no group of any replica had one."""
         run, algorithm = self._run, self._run.context.recipe.algorithm
         report: UpdateReport | None = None
-        if accumulated:
+        if self._scope.view.has_gradient:
+            gradients = run.storages.state.gradients
+            if not accumulated:
+                gradients.zero_()
+            if run.replicas is not None:
+                gradients = run.replicas.reduce(gradients)
             report = ready_gradients(
-                run.storages.state.gradients,
+                gradients,
                 tokens=self._scope.view.response_tokens,
                 max_norm=algorithm.max_grad_norm,
                 learning_rate=learning_rate(

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.gpu.driver import device_uuid
-from common.step.schedule import ORDER, PREFILL_FROM_LEASE, TABLE, AccumulationOrder, Condition
+from common.step.schedule import (
+    ORDER,
+    OWN_WEIGHTS,
+    PREFILL_FROM_LEASE,
+    TABLE,
+    AccumulationOrder,
+    Condition,
+)
 from common.step.tasks import Task
 from common.tensors.device import HOST
 from common.tensors.errors import ArenaFull
@@ -104,7 +111,8 @@ def kv_admission(context: RunContext, shape: ModelShape, *, spilled_bytes: int) 
     on_gpu = context.device.type == "cuda"
     responses = recipe.rollout.samples_per_group * recipe.rollout.max_new_tokens
     vision_bytes = ranks * text_config(config).hidden_size * context.dtype.itemsize
-    if ranks > 1:
+    own_vision = not on_gpu and recipe.training.schedule in OWN_WEIGHTS
+    if ranks > 1 or own_vision:
         vision_bytes += _pixel_bytes_per_token(config)
     small_bytes = SMALL_BYTES + ranks * SMALL_BYTES_PER_TOKEN * responses
     sizes = LeaseSizes(

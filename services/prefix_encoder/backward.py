@@ -95,7 +95,8 @@ class PrefixBackward:
         del kept
         async with scope.exclusive(run.gradients):
             done = await scope.run(Task.PREFIX_BACKWARD, job.run, work=tokens)
-            if not done.value:
+            # Other ranks are in the middle of it, and have not dropped what this one would.
+            if not done.value and run.context.degree == 1:
                 await self._make_room(tokens)
                 done = await scope.run(Task.PREFIX_BACKWARD, job.run, work=tokens)
             if not done.value:

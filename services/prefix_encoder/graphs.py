@@ -45,6 +45,7 @@ class PrefixGraphs:
         reserve_bytes: int,
         memory: Callable[[], DeviceMemory | None],
         give_back: Callable[[], None],
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Begin with nothing measured.
 
@@ -53,11 +54,14 @@ class PrefixGraphs:
             reserve_bytes: of the device, left for others by `auto`.
             memory: what the device has now; None: it is not measured, and everything fits.
             give_back: returns what the process has cached to the device.
+            agree: whether all ranks of the service say so, for they run forward again together;
+                blocks until all have asked. None: there is one.
         """
         self._limit = limit
         self._reserve_bytes = reserve_bytes
         self._memory = memory
         self._give_back = give_back
+        self._agree = agree
         self._bytes_per_token = 0.0
         """Of the longest prefix that was measured, the newest of those."""
         self._longest = 0
@@ -91,13 +95,18 @@ class PrefixGraphs:
         Args:
             run: the forward, with its graph or without.
             kept: how many graphs there are.
+        Raises: torch.OutOfMemoryError, of several ranks, if the graph does not fit: the others are
+            in the middle of it.
         """
-        if self.may_keep(tokens, kept=kept):
+        keeps = self.may_keep(tokens, kept=kept)
+        if keeps if self._agree is None else self._agree(keeps):
             before = self._memory()
             cause = ""
             try:
                 value = run(True)
             except torch.OutOfMemoryError as error:
+                if self._agree is not None:
+                    raise
                 cause = str(error)
             else:
                 return Encoded(value=value, graph_bytes=self._measured(before, tokens))

@@ -15,7 +15,7 @@ from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, LeaseId, Participant, Service
 from common.step.plan import StepMode
-from common.step.schedule import PREFILL_FROM_LEASE
+from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE
 from common.step.tasks import AHEAD, Task
 from common.tensors.spec import Placement
 from common.worker.prompts import EMBEDDINGS, prompt_tensors, whole_prompt
@@ -115,8 +115,9 @@ class PrefixEncoderStep:
             return
         prompt, context = loaded.text, run.context
         followers = context.ranks[1:]
+        pixels = bool(followers) or scope.plan.schedule in OWN_WEIGHTS
         shapes, fill = prompt_tensors(
-            loaded.prompt if followers else prompt, loaded.row_json, pixels=bool(followers)
+            loaded.prompt if pixels else prompt, loaded.row_json, pixels=pixels
         )
         lease = await scope.produce(
             "prompt",
@@ -169,13 +170,15 @@ class PrefixEncoderStep:
                 work.prompt = work.prompt.without_pixels()
         detached = vision.detach()
         lease: LeaseId | None = None
-        if scope.plan.schedule not in PREFILL_FROM_LEASE and detached.shape[0]:
+        taken = scope.plan.schedule not in PREFILL_FROM_LEASE | OWN_WEIGHTS
+        readers = self._run.context.readers(Service.ROLLOUT)
+        if taken and detached.shape[0] and readers:
             lease = await scope.produce(
                 "policy.vision",
                 group,
                 {EMBEDDINGS: (detached.dtype, tuple(detached.shape))},
                 lambda out: out[EMBEDDINGS].copy_(detached),
-                consumers=[self._peer(Service.ROLLOUT)],
+                consumers=readers,
                 next_use=Task.DECODE,
                 placement=Placement.DEVICE,
             )
@@ -204,7 +207,7 @@ class PrefixEncoderStep:
         work.policy = None if encoded.graph_bytes is None else encoded.value
         consumers = [self._peer(Service.LEARNER)]
         if scope.plan.schedule in PREFILL_FROM_LEASE:
-            consumers.append(self._peer(Service.ROLLOUT))
+            consumers += self._run.context.readers(Service.ROLLOUT)
         await self._export(
             group,
             ModelRole.POLICY,

@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, LeaseId, Participant, Service
+from common.layouts.heads import nested_heads
+from common.layouts.rows import Cut
 from common.rl.lengths import response_lengths
 from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
@@ -17,24 +22,25 @@ from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
+from common.vlm.loading import text_config
 from common.vlm.prefix import PrefixKV
-from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text
+from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text, whole_prompt
 from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
+from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.threads import in_thread
 from common.worker.weights import KV
 from services.rollout.decode_loop import DecodeLoop
 from services.rollout.engines.gate import NEW_TOKENS, gate_step, logprob_gate
 from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
 from services.rollout.recording import Recording
+from services.rollout.resharded import ReshardedHold
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from common.tensors.lease import Lease
-    from common.tensors.storage import Hold
     from common.worker.scope import StepScope
+    from common.worker.work import HeldRead, HeldWeights
     from services.rollout.run import RolloutRun
 
 log = logging.getLogger(__name__)
@@ -51,7 +57,8 @@ class RolloutStep:
         self._prompts: dict[GroupId, PromptText] = {}
         self._inputs: dict[GroupId, list[Lease]] = {}
         self._finished: dict[GroupId, FinishedGroup] = {}
-        self._hold: Hold | None = None
+        self._hold: HeldRead | None = None
+        self._taking = False
         self._recorded = (
             None
             if scope.plan.replay_dir is None
@@ -77,13 +84,19 @@ class RolloutStep:
             self._loop.drop(group)
 
     async def advance(self) -> None:
-        """Let the update begin once nothing decodes any more."""
-        if self._hold is not None and self._scope.view.window_closed is not None:
+        """Let the update begin once nothing decodes any more; take what it pushes."""
+        own, view = self._run.own, self._scope.view
+        if self._hold is not None and view.window_closed is not None:
             self._scope.give_back(self._hold)
             self._hold = None
+        if own is not None and view.push is not None and not self._taking:
+            self._taking = True
+            self._scope.spawn(Task.UPDATE, partial(own.take, self._scope, view.push))
 
     def close(self) -> None:
         """End the decode, give the K/V memory back."""
+        if self._run.own is not None and not self._scope.view.finished:
+            self._run.own.close()
         self._run.engine.abort()
         self._run.engine.release()
         self._run.live.set_rows(0)
@@ -107,7 +120,7 @@ class RolloutStep:
             step=plan.step,
             weights_version=plan.weights_version,
             seed=recipe.seed,
-            groups=tuple(g.group for g in plan.groups),
+            groups=tuple(self._scope.view.groups),
             samples_per_group=plan.samples_per_group,
             params=params,
             forced=self._recorded is not None,
@@ -123,6 +136,8 @@ class RolloutStep:
         """Hold what the group's decode reads, until the engine has taken it in."""
         scope, state = self._scope, self._scope.view.groups[group]
         assert state.prepared is not None
+        if self._run.own is not None:
+            return await self._own_request(group, state.prepared.prompt_lease)
         assert state.vision is not None
         from_lease = scope.plan.schedule in PREFILL_FROM_LEASE
         extra = state.prefixes[ModelRole.POLICY].lease if from_lease else state.vision.lease
@@ -134,10 +149,43 @@ class RolloutStep:
         return GroupRequest(
             group=group,
             prompt=text.without_pixels(self._run.context.device),
-            prefix=PrefixKV.unpack(tensor_view(leases[1], KV)) if from_lease else None,
+            prefix=self._prefix(leases[1]) if from_lease else None,
             vision=(
                 tensor_view(leases[1], EMBEDDINGS) if extra is not None and not from_lease else None
             ),
+            recorded=None if self._recorded is None else self._recorded.responses(group),
+            limits=self._limits(group),
+        )
+
+    def _prefix(self, lease: Lease) -> PrefixKV:
+        """This rank's key/value heads of those in the lease, as views of it."""
+        context = self._run.context
+        heads = nested_heads(
+            text_config(self._run.shape.config).num_key_value_heads,
+            reader=Cut(context.participant.rank, context.degree),
+            holder=Cut(
+                context.peer(Service.PREFIX_ENCODER).rank,
+                context.partners.count(Service.PREFIX_ENCODER),
+            ),
+        )
+        assert heads is not None, "a run that prefills from leases is refused where none nest"
+        return PrefixKV.unpack(tensor_view(lease, KV)[:, :, slice(*heads)])
+
+    async def _own_request(self, group: GroupId, prompt_lease: LeaseId) -> GroupRequest:
+        """The same, of a rollout that encodes pictures itself."""
+        scope, run = self._scope, self._run
+        (lease,) = await scope.acquire(prompt_lease)
+        self._prompts[group] = text = prompt_text(lease)
+        self._inputs[group] = [lease]
+
+        def encode() -> torch.Tensor:
+            with torch.no_grad():
+                return run.model.vision_embeddings(whole_prompt(lease).to(run.context.device))
+
+        return GroupRequest(
+            group=group,
+            prompt=text.without_pixels(run.context.device),
+            encode=encode,
             recorded=None if self._recorded is None else self._recorded.responses(group),
             limits=self._limits(group),
         )
@@ -156,8 +204,10 @@ class RolloutStep:
 
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
-        scope = self._scope
-        self._hold = await scope.read(self._run.weights, scope.view.version)
+        scope, memory = self._scope, self._run.memory
+        await self._hold_weights()
+        scope.keep(memory)
+        await memory.take(timeout_s=HOLD_TIMEOUT_S)
         await self._gate()
         admitting_ns = opened_ns = None
         sampled: list[FinishedGroup] = []
@@ -174,17 +224,31 @@ class RolloutStep:
             for finished in turn.finished:
                 sampled.append(finished)
                 await self._publish(finished, opened_ns or turn.start_ns, turn.end_ns)
+        scope.give_back(memory)
         end_ns = time.monotonic_ns()
         records = self._training and self._run.context.leads
         if records and self._run.context.recipe.training.record_responses:
             folder = self._run.context.run_dir / "responses"
-            await in_thread(lambda: Recording.write(folder, scope.plan.step, sampled))
+            replica = self._run.context.place.replica
+            await in_thread(
+                lambda: Recording.write(folder, scope.plan.step, sampled, replica=replica)
+            )
         closed = bodies.WindowClosed(
             decode_iterations=max((f.decode_iteration for f in sampled), default=0),
             response_tokens=sum(int(f.tokens.numel()) for f in sampled),
         )
         span = WorkSpan(task=Task.DECODE, start_ns=opened_ns or end_ns, end_ns=end_ns)
         await scope.publish(closed, span=span)
+
+    async def _hold_weights(self) -> None:
+        """Hold the version that the step is about. Raises WrongVersion."""
+        run, scope = self._run, self._scope
+        if run.own is not None:
+            run.own.require(scope.view.version)
+        weights: HeldWeights[HeldRead] = run.weights
+        self._hold = hold = await scope.read(weights, scope.view.version)
+        if isinstance(hold, ReshardedHold):
+            await scope.publish(hold.refreshed.event(scope.view.version))
 
     async def _gate(self) -> None:
         """Hold the engine against the trainer's pass, once a run. Raises LogprobGateFailed."""
@@ -232,9 +296,10 @@ class RolloutStep:
     def _readers(self) -> list[Participant]:
         if not self._training:
             return []
-        readers = [self._run.context.peer(Service.LEARNER)]
-        if self._run.context.recipe.needs_reference:
-            readers.append(self._run.context.peer(Service.REFERENCE))
+        context = self._run.context
+        readers = [*context.readers(Service.LEARNER)]
+        if context.recipe.needs_reference:
+            readers += context.readers(Service.REFERENCE)
         return readers
 
     # ---------------------------------------------------------------- rewards

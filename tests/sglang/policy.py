@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
     from common.vlm.prompt import PromptTensors
     from common.weights.layout import WeightLayout
-    from services.rollout.engines.protocol import FinishedGroup
+    from services.rollout.engines.protocol import Engine, FinishedGroup
 
 MAX_REQUESTS = 8
 CONTEXT_TOKENS = 512
 SAMPLES = 2
+KV_BYTES = 12345
+"""What the engine is told that its K/V take."""
 _FLAT = "flat"
 
 
@@ -93,6 +95,7 @@ class Policy:
             context_tokens=CONTEXT_TOKENS,
             kv_tokens=8 * CONTEXT_TOKENS,
             memory_fraction=0.3,
+            release_memory=config.get("release_memory", True),
             deterministic=False,
             arguments={},
         )
@@ -108,7 +111,7 @@ class Policy:
             ),
             bucket_bytes=1 << 16,
         )
-        return SglangEngine(python, table, settings, weights, folder=folder, kv_bytes=0)
+        return SglangEngine(python, table, settings, weights, folder=folder, kv_bytes=KV_BYTES)
 
     def spec(self, *, groups: int = 1, samples: int = SAMPLES, **params: Any) -> StepSpec:
         """A step on the present weights."""
@@ -153,7 +156,7 @@ class Policy:
 
 
 def run_step(
-    engine: SglangEngine, spec: StepSpec, requests: Sequence[GroupRequest]
+    engine: Engine, spec: StepSpec, requests: Sequence[GroupRequest]
 ) -> list[FinishedGroup]:
     """Decode a step to its end; the groups in their order."""
     engine.begin_step(spec)

@@ -9,6 +9,7 @@ import torch
 
 from common.vlm.tiny import FIRST_TEXT_ID, tiny_prompt
 from services.rollout.engines.errors import GroupRequestInvalid
+from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.protocol import FinishReason
 from tests.sglang.policy import SAMPLES, run_step
 
@@ -33,6 +34,37 @@ def test_logprobs_are_those_of_the_trainer(aliased, kind):
     trainer = aliased.policy.logprobs(prompt, finished, spec)
     assert (finished.logprobs - trainer).abs().max() < BOUND
     assert not torch.isin(finished.tokens, torch.tensor(spec.params.suppressed_token_ids)).any()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 5}],
+    ids=["whole distribution", "top_p", "top_k"],
+)
+def test_tokens_are_those_of_the_native_engine(aliased, params):
+    """Of the same seeds, whatever decodes at the same time: here more groups than there."""
+    policy = aliased.policy
+    prompts = [
+        tiny_prompt(policy.config, seed=9 + n, **PROMPTS[kind]) for n, kind in enumerate(PROMPTS)
+    ]
+    spec = policy.spec(groups=len(prompts), max_new_tokens=24, **params)
+    requests = [policy.request(group, prompt) for group, prompt in enumerate(prompts)]
+    native = run_step(NativeEngine(policy.model, max_slots=SAMPLES), spec, requests)
+    for ours, theirs in zip(native, run_step(aliased.engine, spec, requests), strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert (ours.logprobs - theirs.logprobs).abs().max() < BOUND
+
+
+def test_another_seed_gives_other_tokens(aliased):
+    policy = aliased.policy
+    requests = [policy.request(0, tiny_prompt(policy.config, seed=10))]
+    spec = policy.spec(max_new_tokens=24)
+    first, again, other = (
+        run_step(aliased.engine, each, requests)[0].tokens
+        for each in (spec, spec, replace(spec, seed=spec.seed + 1))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_responses_of_a_group_share_one_prefix(aliased):

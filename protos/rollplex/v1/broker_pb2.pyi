@@ -1228,7 +1228,9 @@ Global___PublishStorage: _TypeAlias = PublishStorage  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):
-    """Bytes that a service's own allocator will use; 0 gives the reservation back."""
+    """Bytes that a service's own allocator will use; 0 gives the reservation back. Without a request_id
+    it is not answered.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1236,11 +1238,17 @@ class Reserve(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    AWAY_BYTES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     bytes: _builtins.int
     placement: _builtins.str
     """as in Allocate"""
+    away_bytes: _builtins.int
+    """to be taken beside `bytes` in each step: leases leave room for it"""
+    timeout_ms: _builtins.int
+    """longest wait for room; 0: refused if there is none now"""
     def __init__(
         self,
         *,
@@ -1248,10 +1256,12 @@ class Reserve(_message.Message):
         name: _builtins.str = ...,
         bytes: _builtins.int = ...,
         placement: _builtins.str = ...,
+        away_bytes: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "placement", b"placement", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away_bytes", b"away_bytes", "bytes", b"bytes", "name", b"name", "placement", b"placement", "run_id", b"run_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
 from common.config.sglang import SglangConfig
+from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
-from common.worker.weights import FLAT, POLICY_WEIGHTS
+from common.worker.weights import FLAT
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.messages import EngineSettings
 from services.rollout.engines.sglang.weights import OfferedWeights
+from services.rollout.window_memory import WindowMemory
 
 if TYPE_CHECKING:
     from common.config.recipe import Recipe
-    from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
     from common.worker.context import RunContext
     from common.worker.sm_token import SmToken
     from common.worker.weights import ModelShape
     from services.rollout.engines.protocol import Engine
+    from services.rollout.resharded import ReshardedWeights
 
 RESERVATION = "rollout.sglang"
 """What the ledger calls SGLang's places for keys and values, and weights of its own."""
@@ -35,39 +35,50 @@ async def make_engine(
     context: RunContext,
     *,
     shape: ModelShape,
-    weights: Storage,
+    weights: Storage | ReshardedWeights,
     model: SplitModel,
     token: SmToken | None,
-) -> Engine:
-    """The recipe's engine, not yet prepared; memory that it will keep is reserved.
+) -> tuple[Engine, WindowMemory]:
+    """The recipe's engine, not yet prepared, and what its processes take; that is reserved.
 
     Args:
-        weights: the policy's storage.
+        weights: the policy's storage; of another degree than training's, for the native engine.
         model: bound to it.
-    Raises: ArenaFull if there is no room for what SGLang will keep; LeaseMisuse if the policy's
+    Raises: ArenaFull if there is no room for what SGLang will take; LeaseMisuse if the policy's
         memory cannot be mapped by its processes.
     """
     recipe = context.recipe
     if recipe.rollout.engine is EngineName.NATIVE:
-        return NativeEngine(
+        native = NativeEngine(
             model,
             max_slots=recipe.rollout.max_slots,
-            beside=None if token is None else lambda: token.share > 0,
+            # Ranks would see it at different moments, and launch different kernels.
+            beside=None if token is None or context.degree > 1 else token.is_taken,
         )
+        return native, WindowMemory(context.broker, context.run_id)
+    assert context.engine_python is not None, "the controller has looked for it"
+    assert isinstance(weights, Storage), "SGLang runs where all services have one rank"
     config = recipe.rollout.sglang or SglangConfig()
     text = text_config(shape.config)
     settings = _settings(context, config)
     token_bytes = 2 * text.num_key_value_heads * head_dim(shape.config) * context.dtype.itemsize
     kv_bytes = settings.kv_tokens * text.num_hidden_layers * token_bytes
     shared = None
-    own_bytes = kv_bytes
+    lasting_bytes = 0 if config.release_memory else kv_bytes
     if config.weights == "copy":
-        own_bytes += shape.layout.total_elements * context.dtype.itemsize
-    await context.broker.reserve(context.run_id, RESERVATION, own_bytes)
+        lasting_bytes += shape.layout.total_elements * context.dtype.itemsize
+    memory = WindowMemory(
+        context.broker,
+        context.run_id,
+        name=RESERVATION,
+        lasting_bytes=lasting_bytes,
+        window_bytes=kv_bytes if config.release_memory else 0,
+    )
+    await memory.take(timeout_s=None)
     if config.weights == "alias":
-        shared = await context.broker.share_storage(context.run_id, POLICY_WEIGHTS)
-    return SglangEngine(
-        context.engine_python or Path(sys.executable),
+        shared = await context.broker.share_storage(context.run_id, weights.name)
+    engine = SglangEngine(
+        context.engine_python,
         config,
         settings,
         OfferedWeights(
@@ -80,6 +91,7 @@ async def make_engine(
         folder=context.run_dir,
         kv_bytes=kv_bytes,
     )
+    return engine, memory
 
 
 def _settings(context: RunContext, config: SglangConfig) -> EngineSettings:
@@ -94,6 +106,7 @@ def _settings(context: RunContext, config: SglangConfig) -> EngineSettings:
         context_tokens=_context_tokens(recipe),
         kv_tokens=config.kv_tokens or _kv_tokens(recipe),
         memory_fraction=config.memory_fraction,
+        release_memory=config.release_memory,
         deterministic=config.deterministic,
         arguments=config.arguments,
     )

@@ -184,7 +184,7 @@ class NativeEngine:
     def _prefix(self, request: GroupRequest) -> PrefixKV:
         if request.prefix is not None:
             return request.prefix
-        vision = request.vision
+        vision = request.embeddings()
         if vision is None:
             width = self._model.language.embed_tokens.embedding_dim
             vision = torch.zeros((0, width), dtype=self._model.dtype, device=self._model.device)

@@ -27,6 +27,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from common.ids import GroupId, StepIndex, WeightsVersion
@@ -81,12 +83,20 @@ class GroupRequest:
     """Policy prefix K/V, such as views of a lease, to be copied at the admission; None: the engine
     runs the prefix forward itself."""
     vision: Tensor | None = None
-    """[V, hidden] vision embeddings for the engine's own prefix forward; None: there are none."""
+    """[V, hidden] vision embeddings for the engine's own prefix forward; None: there are none, or
+    `encode` makes them."""
+    encode: Callable[[], Tensor] | None = None
+    """Makes them, with the weights that the engine reads: at the admission, so that all ranks of a
+    rollout do it at the same place in the order of their work."""
     recorded: RecordedResponses | None = None
     """Only and always in a forced step."""
     limits: tuple[int, ...] | None = None
     """[G] most tokens of each response, at least 1; None: the step's own limit for all. A recording
     has its own lengths."""
+
+    def embeddings(self) -> Tensor | None:
+        """[V, hidden]; to be asked for once, at the admission."""
+        return self.vision if self.encode is None else self.encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

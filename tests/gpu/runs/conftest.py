@@ -1,15 +1,16 @@
-"""A node whose services compute on the GPU, under MPS, and the model that its runs train."""
+"""Nodes whose services compute on GPUs, under MPS, and the model that their runs train."""
 
 from __future__ import annotations
 
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.vlm.initialise import initialise, load_spec
-from tests.integration.runs.conftest import SPEC
+from tests.integration.runs.conftest import SPEC, VOCABULARY
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.node import Node, deployment
 
@@ -20,13 +21,28 @@ if TYPE_CHECKING:
 @pytest.fixture
 def gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A node of the test's own; its logs are printed if the test fails."""
+    with _lab(request, "gpu") as lab:
+        yield lab
+
+
+@pytest.fixture
+def two_gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """The same with two ranks of each service that computes, on a GPU each."""
+    with _lab(request, "gpus", train_tp=2, rollout_tp=2) as lab:
+        yield lab
+
+
+@contextmanager
+def _lab(request: pytest.FixtureRequest, name: str, **settings: Any) -> Iterator[Lab]:
     failed_before = request.session.testsfailed
     # Not pytest's folder: its long names make a Unix socket's path too long.
-    with tempfile.TemporaryDirectory(prefix="rollplex-gpu-") as name:
-        folder = Path(name)
-        initialise(load_spec(SPEC), folder / "model")
-        settings = deployment(folder / "node", name="gpu").model_copy(update={"device": "cuda"})
-        node = Node(settings, folder)
+    with tempfile.TemporaryDirectory(prefix="rollplex-gpu-") as path:
+        folder = Path(path)
+        spec = load_spec(SPEC)
+        tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
+        initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder / "model")
+        made = deployment(folder / "node", name=name)
+        node = Node(made.model_copy(update={"device": "cuda", **settings}), folder)
         try:
             node.start()
             yield Lab(node, folder / "model")

@@ -143,7 +143,7 @@ class Rank:
             tokens=TOKENS,
             max_norm=ALGORITHM.max_grad_norm,
             learning_rate=ALGORITHM.learning_rate,
-            norm_of=GlobalNorm(self.layout, self.parts, self.mesh),
+            norm_of=GlobalNorm(self.layout, self.parts, meshes=[self.mesh]),
         )
         assert report.applied
         assert report.clipped

@@ -219,6 +219,27 @@ class Striker:
         async with still(self._node, LEARNER, holds):
             return await self._kill(victim, "update, between two parts")
 
+    async def pushing(self, victim: str) -> Landed:
+        """Weights are on their way to a rollout that has its own."""
+
+        async def holds() -> bool:
+            return self._fresh and self.seen.push_is_open
+
+        async with still(self._node, ROLLOUT, holds):
+            return await self._kill(victim, "push under way")
+
+    async def pushed(self, victim: str) -> Landed:
+        """The rollout has the new version, which is not durable."""
+        async with self._update_held() as version:
+
+            async def holds() -> bool:
+                return bool(self.seen.of_epoch(bodies.PushEnded))
+
+            await until(holds)
+            struck = await self._kill(victim, "pushed, not durable")
+        assert struck.step == version
+        return struck
+
     async def durable(self, victim: str) -> Landed:
         """The new version is durable; the broker has not been told to publish it."""
         async with self._update_held() as version:

@@ -76,6 +76,10 @@ class Sightings:
         return bool(self.of_epoch(bodies.WindowOpened)) and not self.of_epoch(bodies.WindowClosed)
 
     @property
+    def push_is_open(self) -> bool:
+        return bool(self.of_epoch(bodies.PushBegan)) and not self.of_epoch(bodies.PushEnded)
+
+    @property
     def groups_done(self) -> int:
         return len(self.of_epoch(bodies.PrefixBackpropagated))
 

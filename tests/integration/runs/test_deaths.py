@@ -34,6 +34,8 @@ STEPS = 30
 HANGS_S = 5.0
 PART_MIB = 0.08
 """Of the optimizer's state of the tiny model, which has about thirty parts so."""
+BUCKET_MIB = 0.01
+"""Of its weights in a push, which has about a hundred buckets so."""
 PATIENCE = timedelta(seconds=90)
 BLOWS = (
     (Striker.window, BROKER),
@@ -124,6 +126,28 @@ async def test_a_run_survives_deaths_while_its_reference_is_spilled(mortal_lab):
                 (away, ENCODER),
                 (Striker.scoring, ENCODER),
                 (away, BROKER),
+            )
+        ]
+    assert len({blow.step for blow in struck}) == len(struck)
+
+
+@pytest.mark.timeout(400)
+async def test_a_disaggregated_run_survives_deaths_around_its_pushes(mortal_lab):
+    apart = {
+        "schedule": Schedule.DISAGGREGATED,
+        "optimizer_part_mib": PART_MIB,
+        "push_bucket_mib": BUCKET_MIB,
+    }
+    async with disturbed(mortal_lab, "disaggregated", **apart) as striker:
+        struck = [
+            await moment(striker, victim)
+            for moment, victim in (
+                (Striker.window, ROLLOUT),
+                (Striker.pushing, LEARNER),
+                (Striker.pushing, ROLLOUT),
+                (Striker.pushed, LEARNER),
+                (Striker.pushed, ROLLOUT),
+                (Striker.durable, LEARNER),
             )
         ]
     assert len({blow.step for blow in struck}) == len(struck)

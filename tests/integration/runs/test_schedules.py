@@ -1,4 +1,4 @@
-"""The three schedules make the same update, and differ in what lies inside the decode window."""
+"""All schedules make the same update, and differ in what lies inside the decode window."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ GROUPS = 4
 @pytest.fixture
 async def schedules(lab):
     """Finished runs by schedule; `fused` was fed the responses that `serial` sampled."""
-    serial, rollplex = await lab.succeeded(
-        {
-            "serial": recipe(lab.model, Schedule.SERIAL, training={"record_responses": True}),
-            "rollplex": recipe(lab.model, Schedule.ROLLPLEX),
-        }
-    )
+    recorded = recipe(lab.model, Schedule.SERIAL, training={"record_responses": True})
+    sampling = (Schedule.DISAGGREGATED, Schedule.ROLLPLEX)
+    wanted = {"serial": recorded} | {str(s): recipe(lab.model, s) for s in sampling}
+    serial, *others = await lab.succeeded(wanted)
     replay = {"replay_from": str(serial.folder)}
     (fused,) = await lab.succeeded({"fused": recipe(lab.model, Schedule.FUSED, training=replay)})
-    return {Schedule.SERIAL: serial, Schedule.ROLLPLEX: rollplex, Schedule.FUSED: fused}
+    return {
+        Schedule.SERIAL: serial,
+        Schedule.FUSED: fused,
+        **dict(zip(sampling, others, strict=True)),
+    }
 
 
-async def test_serial_and_rollplex_end_with_the_same_bits(schedules):
+@pytest.mark.parametrize("schedule", [Schedule.DISAGGREGATED, Schedule.ROLLPLEX])
+async def test_schedules_that_sample_the_same_end_with_the_same_bits(schedules, schedule):
     serial = schedules[Schedule.SERIAL].tensors
     assert {"masters", "moments"} < serial.keys()
-    assert different(serial, schedules[Schedule.ROLLPLEX].tensors) == []
+    assert different(serial, schedules[schedule].tensors) == []
 
 
 async def test_fused_makes_the_same_update_of_the_same_responses(schedules):

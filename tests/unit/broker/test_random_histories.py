@@ -248,8 +248,13 @@ class Histories(RuleBasedStateMachine):
             self.drive.let_go(participant, hold, untouched=untouched)
         self._collect()
 
-    @rule(participant=who, size=st.integers(0, 1), placement=placements)
-    def reserve(self, participant, size, placement) -> None:
+    @rule(
+        participant=who,
+        size=st.integers(0, 3),
+        placement=placements,
+        timeout_s=st.none() | timeouts,
+    )
+    def reserve(self, participant, size, placement, timeout_s) -> None:
         request = self.drive.ask(
             participant,
             events.ReserveMemory,
@@ -257,6 +262,8 @@ class Histories(RuleBasedStateMachine):
             name="mine",
             placement=placement,
             size_bytes=size * 4096,
+            away_bytes=(3 - size) * 4096,
+            deadline_ns=None if timeout_s is None else self.drive.deadline(timeout_s),
         )
         self._note(request, participant)
 

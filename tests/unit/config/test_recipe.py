@@ -41,6 +41,15 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
         ({"training": {"share_prefix": False}}, 'schedule = "serial" only'),
         ({"rollout": {"sglang": {}}}, "a table sglang with engine = 'native'"),
         (
+            {
+                "rollout": {
+                    "engine": "sglang",
+                    "sglang": {"arguments": {"enable_memory_saver": False}},
+                }
+            },
+            "enable_memory_saver is set by release_memory",
+        ),
+        (
             {"rollout": {"engine": "sglang"}, "training": {"schedule": "fused"}},
             "training.schedule = 'fused' with rollout.engine",
         ),

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from rollplex.cli.__main__ import main
-from rollplex.plan.plan import NAIVE
+from rollplex.plan.plan import NAIVE, ROLLOUT_APART
 from rollplex.plan.request import MOST_GROUPS
 from rollplex.plan.table import Phase, TensorClass
 
 EXAMPLE = ["plan", "--model", "qwen2.5-vl-32b", "--gpus", "32", "--gpu", "h800"]
-PLANS = [NAIVE, "serial", "rollplex", "fused"]
+PLANS = [NAIVE, "serial", "disaggregated", "rollplex", "fused", ROLLOUT_APART]
 PLAN_KEYS = {
     "name",
     "fits",
@@ -78,7 +78,7 @@ def test_text(capsys):
     code, text = printed(capsys, "--why")
     assert code == 0
     assert "naive: 162.5 of 79.6 GiB, DOES NOT FIT" in text
-    assert text.count("GiB, fits") == 3
+    assert text.count("GiB, fits") == len(PLANS) - 1
     assert "over in vision, prefill, window" in text
     assert "--set training.schedule=rollplex --set training.prefix_graphs=4" in text
     assert "parameters of a rank of TP 4 x 2 bytes" in text
@@ -93,7 +93,8 @@ def test_formulas_are_shown_when_asked_for(capsys):
 def test_nothing_fits(capsys):
     code, text = printed(capsys, "--train-tp", "1", "--rollout-tp", "1")
     assert code == 1
-    assert text.count("DOES NOT FIT") == len(PLANS)
+    assert text.count("DOES NOT FIT") == len(PLANS) - 1
+    assert f"{ROLLOUT_APART}: 74" in text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from common.errors import InvalidArgument
 from common.step.schedule import Schedule
 from common.tensors.parts import PARTS_IN_FLIGHT
 from common.vlm.shape import read_shape
-from rollplex.plan.plan import NAIVE, RESTORE_AHEAD_GROUPS, plans
+from rollplex.plan.plan import NAIVE, RESTORE_AHEAD_GROUPS, ROLLOUT_APART, plans
 from rollplex.plan.request import Batch, PlanRequest
 from rollplex.plan.sizes import (
     LOGITS_BYTES,
@@ -90,7 +90,9 @@ def test_one_copy_of_the_weights_where_layouts_nest(example):
 def test_layouts_that_do_not_nest_are_rebuilt():
     tiny = replace(REQUEST.shape, heads=12, kv_heads=12, inner=1152, vocabulary=1200)
     request = replace(REQUEST, shape=tiny, gpus=12, train_tp=4, rollout_tp=6)
-    for plan in plans(request):
+    made = by_name(request)
+    del made["disaggregated"]
+    for plan in made.values():
         assert TensorClass.ROLLOUT in plan.table.rows()
 
 
@@ -116,6 +118,20 @@ def test_what_each_schedule_keeps_in_the_window(example):
     assert window("fused", TensorClass.RESPONSES) > 0
 
 
+def test_two_sets_of_gpus_share_nothing(example):
+    training, rollout = example["disaggregated"].table, example[ROLLOUT_APART].table
+    sizes = example["serial"].sizes
+    assert training.get(TensorClass.POLICY, Phase.WINDOW) == sizes.weights(REQUEST.train_tp)
+    assert rollout.get(TensorClass.ROLLOUT, Phase.UPDATE) == sizes.weights(REQUEST.rollout_tp)
+    pools = {TensorClass.POOL_PREFIX, TensorClass.POOL_PRIVATE}
+    assert pools < set(rollout.rows())
+    both = set(rollout.rows()) & set(training.rows())
+    assert both == {TensorClass.VISION, TensorClass.WORK, TensorClass.RESERVE}
+    scored = training.get(TensorClass.REFERENCE_KV, Phase.WINDOW)
+    assert scored == REQUEST.groups * sizes.prefix_kv
+    assert example[ROLLOUT_APART].recipe == {}
+
+
 def test_as_many_graphs_as_fit(example):
     plan = example["rollplex"]
     assert 1 < plan.graphs < REQUEST.groups
@@ -128,7 +144,9 @@ def test_as_many_graphs_as_fit(example):
 
 
 def test_the_limit_on_graphs_holds_for_all():
-    assert {plan.graphs for plan in plans(replace(REQUEST, prefix_graphs=1))} == {1}
+    made = by_name(replace(REQUEST, prefix_graphs=1))
+    assert made.pop(ROLLOUT_APART).graphs == 0
+    assert {plan.graphs for plan in made.values()} == {1}
 
 
 def test_layer_inputs_where_no_graph_fits():

@@ -114,7 +114,10 @@ class Epoch:
         self.works[GroupId(1)].policy = Model().forward()
         run = SimpleNamespace(
             context=SimpleNamespace(
-                recipe=SimpleNamespace(prefix_passes=1), governed=False, device=CPU.torch
+                recipe=SimpleNamespace(prefix_passes=1),
+                governed=False,
+                device=CPU.torch,
+                degree=1,
             ),
             gradients=gradients,
             graphs=PrefixGraphs(

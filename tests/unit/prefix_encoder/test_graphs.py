@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 
+import pytest
 import torch
 
 from common.worker.device_memory import DeviceMemory
@@ -139,6 +140,38 @@ def test_what_did_not_fit_is_not_tried_again_before_the_next_step():
     assert chooser.may_keep(1, kept=0)
     chooser.begin_step()
     assert chooser.may_keep(10, kept=1)
+
+
+def test_a_graph_is_kept_where_all_ranks_can():
+    asked = []
+
+    def agree(keeps: bool) -> bool:
+        asked.append(keeps)
+        return keeps and len(asked) != 2
+
+    device = Device(total=250)
+    chooser = PrefixGraphs(
+        "auto",
+        reserve_bytes=0,
+        memory=device.memory,
+        give_back=device.give_back,
+        agree=agree,
+    )
+    assert kept(chooser, device, 10, 10, 10, 10) == [100, None, 100, None]
+    assert asked == [True, True, True, False]
+
+
+def test_of_several_ranks_a_refused_graph_is_an_error():
+    device = Device(total=50)
+    chooser = PrefixGraphs(
+        "all",
+        reserve_bytes=0,
+        memory=device.memory,
+        give_back=device.give_back,
+        agree=lambda keeps: keeps,
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        chooser.forward(device.forward(10), 10, kept=0)
 
 
 def test_the_part_of_a_refused_graph_is_gone_before_the_cache_is_given_back():

@@ -36,6 +36,7 @@ def settings(**others):
         "context_tokens": 1,
         "kv_tokens": 1,
         "memory_fraction": 0.5,
+        "release_memory": True,
         "deterministic": False,
         "arguments": {},
     }
@@ -51,12 +52,13 @@ def test_a_frame_arrives_as_it_was_sent(pair):
         mm_token_type_ids=torch.zeros(9, dtype=torch.int64),
         vision=vision,
         limits=(3, 4),
-        seeds=(5, 2**62),
+        seed=2**62,
+        step=5,
         sampling={"logit_bias": {"3": float("-inf")}},
     )
     send(pair[0], sent.frame())
     got = GroupSampling.of(receive(pair[1]))
-    assert (got.group, got.limits, got.seeds) == (7, (3, 4), (5, 2**62))
+    assert (got.group, got.limits, got.seed, got.step) == (7, (3, 4), 2**62, 5)
     assert got.sampling == sent.sampling
     assert got.vision.dtype is torch.bfloat16
     assert torch.equal(got.vision, vision)

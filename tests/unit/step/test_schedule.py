@@ -8,8 +8,9 @@ from common.events import Event, bodies
 from common.events.bodies import ModelRole
 from common.ids import Epoch, GroupId, LeaseId, Participant, RunId, Service, StepIndex
 from common.ids import WeightsVersion as V
+from common.step.place import Place
 from common.step.plan import TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
-from common.step.schedule import TABLE, Condition, Schedule
+from common.step.schedule import OWN_WEIGHTS, TABLE, Condition, Schedule
 from common.step.tasks import AHEAD, OWNER, WEIGHTS_DEPENDENT, Task
 from common.step.view import StepView
 
@@ -100,9 +101,13 @@ def test_update_waits_for_every_living_group_under_every_schedule():
         assert view.may_start(Task.UPDATE, None)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "in_window"), [("serial", False), ("rollplex", True), ("fused", True)]
+IN_WINDOW = pytest.mark.parametrize(
+    ("schedule", "in_window"),
+    [("serial", False), ("disaggregated", False), ("rollplex", True), ("fused", True)],
 )
+
+
+@IN_WINDOW
 def test_prefixes_run_in_the_window(schedule, in_window):
     view = StepView(plan(Schedule(schedule)), needs_reference=True)
     folded(view, (PREPARED, 0), (VISION, 0), (bodies.WindowOpened(), None))
@@ -123,6 +128,42 @@ def test_fused_trains_a_finished_group_while_others_decode():
     for schedule in Schedule:
         view = folded(StepView(plan(schedule), needs_reference=True), *ready)
         assert view.may_start(Task.RESPONSE_TRAIN, GroupId(1)) is (schedule is Schedule.FUSED)
+
+
+def test_disaggregated_scores_a_finished_group_while_others_decode():
+    finished = [(PREPARED, 0), (generated(), 0), (VISION, 0), (prefix(ModelRole.REFERENCE), 0)]
+    scoring = (Task.POLICY_VISION, Task.REFERENCE_PREFIX, Task.REFERENCE_SCORE)
+    for schedule in (Schedule.SERIAL, Schedule.DISAGGREGATED):
+        view = folded(StepView(plan(schedule), needs_reference=True), *finished)
+        may = [view.may_start(task, GroupId(0)) for task in scoring]
+        apart = schedule is Schedule.DISAGGREGATED
+        assert may == [True, apart, apart]
+        assert not view.may_start(Task.POLICY_PREFIX, GroupId(0))
+
+
+def test_a_rollout_with_its_own_weights_waits_for_no_vision():
+    decodes = {}
+    for schedule in Schedule:
+        view = folded(StepView(plan(schedule), needs_reference=False), (PREPARED, 0))
+        decodes[schedule] = view.may_start(Task.DECODE, GroupId(0))
+        assert view.may_start(Task.POLICY_VISION, GroupId(0)) is not decodes[schedule]
+        evaluation = StepView(plan(schedule, mode=StepMode.EVAL), needs_reference=False)
+        assert evaluation.wants(Task.POLICY_VISION) is not decodes[schedule]
+    assert {schedule for schedule, first in decodes.items() if first} == OWN_WEIGHTS
+
+
+def test_a_push_is_about_one_rank():
+    view = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False)
+    place = Place(rank=1, degree=2)
+    other = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False, place=place)
+    began, ended = (
+        bodies.PushBegan(weights_version=V(1), elements=3),
+        bodies.PushEnded(weights_version=V(1), size_bytes=12),
+    )
+    folded(view, (began, None), (ended, None))
+    assert (view.push, view.pushed) == (began, ended)
+    assert not other.apply(event(began))
+    assert not view.finished
 
 
 def test_completion_order_is_decode_iteration_then_group():
@@ -201,9 +242,7 @@ def test_prompts_are_prepared_ahead_from_the_window_on(schedule):
     assert not fresh.may_start(Task.AHEAD_PREPARE, GroupId(0))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "in_window"), [("serial", False), ("rollplex", True), ("fused", True)]
-)
+@IN_WINDOW
 def test_the_window_is_for_the_next_prompts_when_the_own_prefixes_are_done(schedule, in_window):
     late = {Task.AHEAD_VISION, Task.AHEAD_REFERENCE}
     view = StepView(plan(Schedule(schedule), groups=1, ahead=2), needs_reference=True)

@@ -14,6 +14,7 @@ import pytest
 
 from common.governor.table import H200, CoRun, CoRunTable, load_table
 from common.ids import Epoch, Participant, Service
+from common.step.place import Place
 from common.step.tasks import Task
 from common.step.view import StepView
 from common.worker import decode_watch
@@ -94,6 +95,56 @@ async def test_everybody_reads_what_the_rollout_wrote(contexts, live):
         assert (reading.rows, reading.admissions, reading.iterations) == (64, 1, 5)
         assert reading.ended_ns == live.reading().ended_ns
         other.close()
+
+
+class Told:
+    """The other ranks; what rank 0 chooses is `share`."""
+
+    def __init__(self, share: int = 0) -> None:
+        self.share = share
+        self.heard: list[int] = []
+
+    def told(self, number: int) -> int:
+        self.heard.append(number)
+        return self.share or number
+
+
+async def test_rank_0_tells_the_others_what_it_has_chosen(contexts, live):
+    context = contexts[Service.LEARNER]
+    ranks = Told()
+    governor = await Governor.open(replace(context, joined=ranks), H200)
+    live.set_rows(ROWS)
+    assert governor.wants_token
+    assert governor.run(Task.RESPONSE_TRAIN, lambda: 7).value == 7
+    assert ranks.heard == [1]
+    governor.run(Task.UPDATE, lambda: 7, beside=False)
+    assert ranks.heard == [1]
+    governor.close()
+
+
+async def test_other_ranks_neither_hold_the_token_nor_choose(broker, contexts):
+    second = {service: Participant(service=service, rank=1) for service in contexts}
+    joined = {service: await broker.join(one) for service, one in second.items()}
+    at = [
+        replace(
+            contexts[service],
+            participant=one,
+            broker=joined[service],
+            joined=Told(1),
+            place=Place(rank=1, degree=2),
+        )
+        for service, one in second.items()
+    ]
+    live = await LiveDecode.open(at[0])
+    governor = await Governor.open(at[-1], H200)
+    live.set_rows(ROWS)
+    assert not governor.wants_token
+    assert governor.token.share == 0
+    governed = governor.run(Task.RESPONSE_TRAIN, lambda: governor.token.share, beside=False)
+    assert (governed.value, governed.decode_rate) == (0, 0.0)
+    assert at[-1].joined.heard == [1]
+    governor.close()
+    live.close()
 
 
 async def test_nothing_decodes_once_a_rollout_that_died_is_back(broker, contexts, live):

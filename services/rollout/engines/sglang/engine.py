@@ -8,7 +8,6 @@ Shapes: G = responses of a group.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import asdict
@@ -77,6 +76,10 @@ class SglangEngine:
         self._iterations = 0
         self._heard_s = 0.0
         self._closed = False
+        self._lost = ""
+        """What was the trouble with processes that are being started anew."""
+        self._has_kv = False
+        """Whether the engine has memory for keys and values."""
         self.aliased_bytes = self.copied_bytes = 0
         self.cached_tokens = 0
         """Prompt tokens of the step's responses that were not computed anew, added up."""
@@ -96,9 +99,9 @@ class SglangEngine:
     @property
     def trouble(self) -> str:
         """See `Engine.trouble`."""
-        if self._host is None or self._host.running:
-            return ""
-        return f"SGLang's processes ({self._host.pid}) have ended"
+        if self._host is None:
+            return self._lost
+        return "" if self._host.running else f"SGLang's processes ({self._host.pid}) have ended"
 
     def prepare(self) -> None:
         """See `Engine.prepare`: starts the engine's processes if they do not run.
@@ -108,6 +111,7 @@ class SglangEngine:
         """
         if self.running:
             return
+        self._lost = self.trouble
         self._end()
         body, descriptors = self._weights.offer()
         settings = asdict(self._settings)
@@ -122,9 +126,12 @@ class SglangEngine:
             host.kill()
             raise
         self._host = host
+        self._lost = ""
+        self._has_kv = True
         self.aliased_bytes = answer.body["aliased_bytes"]
         self.copied_bytes = answer.body["copied_bytes"]
         log.info("SGLang is up", extra={"pid": host.pid, **answer.body})
+        self._release_kv()
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -155,8 +162,8 @@ class SglangEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """See `Engine.memory_bytes`: the engine keeps its K/V for as long as it runs."""
-        return self._kv_bytes if self.running else 0
+        """See `Engine.memory_bytes`."""
+        return self._kv_bytes if self.running and self._has_kv else 0
 
     @property
     def finished(self) -> bool:
@@ -181,6 +188,9 @@ class SglangEngine:
             )
         self.prepare()
         self._take_weights(spec.weights_version)
+        if not self._has_kv:
+            self._running_host.ask(Frame(kind=messages.RESUME))
+            self._has_kv = True
         self._spec = spec
         self._order = AdmissionOrder(spec.groups)
         self._iterations = self.cached_tokens = 0
@@ -196,7 +206,7 @@ class SglangEngine:
                 f"group {request.group}: SGLang takes neither recorded responses nor prefix K/V"
             )
         vectors = 0 if request.vision is None else len(request.vision)
-        if vectors != request.prompt.vision_tokens:
+        if request.encode is None and vectors != request.prompt.vision_tokens:
             raise GroupRequestInvalid(
                 f"group {request.group}: {request.prompt.vision_tokens} placeholders for "
                 f"{vectors} vision embeddings"
@@ -221,7 +231,8 @@ class SglangEngine:
         request, spec = self._order.take_next(), self._step
         group = SampledGroup(request.group, spec, request.limits)
         prompt = request.prompt
-        vision = torch.zeros((0, 1)) if request.vision is None else request.vision
+        given = request.embeddings()
+        vision = torch.zeros((0, 1)) if given is None else given
         sampling = GroupSampling(
             group=int(request.group),
             token_ids=prompt.token_ids.cpu(),
@@ -229,7 +240,8 @@ class SglangEngine:
             mm_token_type_ids=prompt.mm_token_type_ids.cpu(),
             vision=vision.detach().cpu(),
             limits=group.limits,
-            seeds=tuple(_seed(spec, request.group, n) for n in range(spec.samples_per_group)),
+            seed=spec.seed,
+            step=int(spec.step),
             sampling=sampling_parameters(spec.params),
         )
         self._running_host.tell(sampling.frame())
@@ -277,9 +289,11 @@ class SglangEngine:
             self._running_host.ask(Frame(kind=messages.ABORT), meanwhile=lambda _: None)
 
     def release(self) -> None:
-        """See `Engine.release`; the places for K/V stay SGLang's."""
+        """See `Engine.release`; with `release_memory = false` the places stay SGLang's."""
         if not self.finished:
             raise EngineStateInvalid(f"step {self._step.step} is not finished: abort it first")
+        if self.running:
+            self._release_kv()
 
     # ---------------------------------------------------------------- inside
 
@@ -299,6 +313,11 @@ class SglangEngine:
     def _must_admit(self) -> bool:
         """Whether there is a place and a group that takes it."""
         return len(self._groups) < self.capacity and self._order.next_group is not None
+
+    def _release_kv(self) -> None:
+        if self._has_kv and self._settings.release_memory:
+            self._running_host.ask(Frame(kind=messages.RELEASE))
+            self._has_kv = False
 
     def _take_weights(self, version: WeightsVersion) -> None:
         """Have the engine read the weights of a version, and forget what older ones computed.
@@ -329,9 +348,3 @@ class SglangEngine:
     def _collect(self) -> tuple[FinishedGroup, ...]:
         complete = [name for name, group in self._groups.items() if not group.missing]
         return tuple(self._groups.pop(name).finish(self._iterations) for name in sorted(complete))
-
-
-def _seed(spec: StepSpec, group: GroupId, sample: int) -> int:
-    """A response's seed: a function of run, step, group and sample."""
-    text = f"{spec.seed}|{int(spec.step)}|{int(group)}|{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1

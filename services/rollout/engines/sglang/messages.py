@@ -36,6 +36,10 @@ DROP = "drop"
 """End a group's requests. `body`: `group`. Not answered; what is on its way still comes."""
 ABORT = "abort"
 """End all requests; the answer comes when none is left, and nothing of them comes after it."""
+RESUME = "resume"
+"""Have memory for keys and values again. Answered."""
+RELEASE = "release"
+"""Give that memory back to the device. Answered, when nothing decodes and it is given back."""
 STOP = "stop"
 """End the engine in order; the answer is the channel's end."""
 
@@ -70,7 +74,8 @@ class GroupSampling:
         mm_token_type_ids: [P+1] int64; 0 text, 1 image, 2 video.
         vision: [V, h], in the order of the placeholders.
         limits: most tokens of each response.
-        seeds: of each response's randomness, where the engine samples by seeds.
+        seed, step: of the run and its training step; what tokens are drawn by, with group and
+            number of the response.
         sampling: SGLang's sampling parameters that all responses share.
     """
 
@@ -80,7 +85,8 @@ class GroupSampling:
     mm_token_type_ids: Tensor
     vision: Tensor
     limits: tuple[int, ...]
-    seeds: tuple[int, ...]
+    seed: int
+    step: int
     sampling: Mapping[str, Any]
 
     def frame(self) -> Frame:
@@ -88,7 +94,8 @@ class GroupSampling:
         body = {
             "group": self.group,
             "limits": list(self.limits),
-            "seeds": list(self.seeds),
+            "seed": self.seed,
+            "step": self.step,
             "sampling": dict(self.sampling),
         }
         tensors = {
@@ -110,7 +117,8 @@ class GroupSampling:
             mm_token_type_ids=tensors[TYPES],
             vision=tensors[VISION],
             limits=tuple(body["limits"]),
-            seeds=tuple(body["seeds"]),
+            seed=body["seed"],
+            step=body["step"],
             sampling=body["sampling"],
         )
 
@@ -189,7 +197,8 @@ class EngineSettings:
         context_tokens: longest prompt with its response.
         kv_tokens: places for keys and values.
         memory_fraction: of the GPU's memory, that the engine may come to use.
-        deterministic: whether responses are sampled by their own seeds.
+        release_memory: whether `RELEASE` will come.
+        deterministic: whether logits do not depend on the batch, by SGLang's own kernels.
         arguments: of SGLang's engine, in place of those that follow from the others.
     """
 
@@ -202,5 +211,6 @@ class EngineSettings:
     context_tokens: int
     kv_tokens: int
     memory_fraction: float
+    release_memory: bool
     deterministic: bool
     arguments: Mapping[str, Any]

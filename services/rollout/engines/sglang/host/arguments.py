@@ -14,7 +14,6 @@ _PACKAGE = "services.rollout.engines.sglang"
 _ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
 }
@@ -31,7 +30,11 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "context_length": settings.context_tokens,
         "max_total_tokens": settings.kv_tokens,
         "mem_fraction_static": settings.memory_fraction,
+        "enable_memory_saver": _saves_memory(settings),
         "enable_deterministic_inference": settings.deterministic,
+        # tokens are drawn by `host.sampler`
+        "sampling_backend": "pytorch",
+        "enable_custom_logit_processor": True,
         "custom_weight_loader": [REFRESH_LOADER],
         "base_gpu_id": settings.gpu,
         # token ids in, token ids out, one report a decode step
@@ -43,6 +46,14 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **(_ON_CPU if settings.device == "cpu" else {}),
         **settings.arguments,
     }
+
+
+def unset_variables(settings: EngineSettings) -> tuple[str, ...]:
+    """Variables that the host's children must not inherit.
+
+    Segments that grow are mapped past the memory saver, which would then release nothing.
+    """
+    return ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if _saves_memory(settings) else ()
 
 
 def engine_environment(settings: EngineSettings, weights_address: str) -> dict[str, str]:
@@ -61,3 +72,8 @@ def engine_environment(settings: EngineSettings, weights_address: str) -> dict[s
         "TRANSFORMERS_OFFLINE": "1",
         **({"SGLANG_USE_CPU_ENGINE": "1"} if settings.device == "cpu" else {}),
     }
+
+
+def _saves_memory(settings: EngineSettings) -> bool:
+    """Whether memory can be released; on a CPU the calls are there, and do nothing."""
+    return settings.release_memory and settings.device != "cpu"

@@ -9,7 +9,11 @@ from __future__ import annotations
 import os
 import socket
 
-from services.rollout.engines.sglang.host.arguments import engine_arguments, engine_environment
+from services.rollout.engines.sglang.host.arguments import (
+    engine_arguments,
+    engine_environment,
+    unset_variables,
+)
 from services.rollout.engines.sglang.host.handshake import WeightHandshake
 from services.rollout.engines.sglang.host.life import end_with
 from services.rollout.engines.sglang.messages import FAILED, START, EngineSettings
@@ -40,6 +44,8 @@ def run(channel_descriptor: int, life_descriptor: int) -> None:
     )
     with handshake as weights:
         os.environ.update(engine_environment(settings, weights.address))
+        for name in unset_variables(settings):
+            os.environ.pop(name, None)
         try:
             # SGLang reads the environment when it is imported
             from sglang.srt.entrypoints.engine import Engine

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from services.rollout.engines.sglang.drawing import Draws
+from services.rollout.engines.sglang.host.sampler import DrawsCarrier
 from services.rollout.engines.sglang.messages import (
     BROKE,
     PROGRESS,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _ABORT_AGAIN_S = 0.2
 """A request that was on its way to the scheduler has not heard of an abort."""
 _ABORTED = "abort"
+_CARRIER = DrawsCarrier.to_str()
 
 
 class Sampler:
@@ -78,7 +81,11 @@ class Sampler:
             inputs["image_data"] = [group]
         if len(group.limits) > 1:
             # the prompt's keys and values are in the cache when this is back
-            sampling = {"max_new_tokens": 0, "temperature": 0.0}
+            sampling = {
+                "max_new_tokens": 0,
+                "temperature": 0.0,
+                "custom_params": _draws(group, 0).to_json(),
+            }
             async for _ in self._stream(group.group, inputs, sampling):
                 pass
         async with asyncio.TaskGroup() as tasks:
@@ -90,7 +97,7 @@ class Sampler:
         sampling = {
             **group.sampling,
             "max_new_tokens": group.limits[sample],
-            "sampling_seed": group.seeds[sample],
+            "custom_params": _draws(group, sample).to_json(),
         }
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -104,13 +111,14 @@ class Sampler:
             if group.group in self._unwanted:
                 return
             raise RuntimeError(f"SGLang ended response {sample}: {meta['finish_reason']}")
-        versions = {span["version"] for span in meta.get("weight_versions", [])}
+        # SGLang 0.5.17 tells no more than the version at the end
+        spans = meta.get("weight_versions", [{"version": meta["weight_version"]}])
         response = SampledResponse(
             group=group.group,
             sample=sample,
             tokens=torch.tensor(tokens, dtype=torch.int64),
             logprobs=torch.tensor(logprobs, dtype=torch.float32),
-            versions=tuple(sorted(versions)),
+            versions=tuple(sorted({span["version"] for span in spans})),
             cached_tokens=meta["cached_tokens"],
         )
         self._flush()
@@ -124,7 +132,12 @@ class Sampler:
         self._requests[request] = group
         try:
             stream = await self._engine.async_generate(
-                **inputs, sampling_params=sampling, rid=request, stream=True, **further
+                **inputs,
+                sampling_params=sampling,
+                rid=request,
+                stream=True,
+                custom_logit_processor=_CARRIER,
+                **further,
             )
             async for chunk in stream:
                 yield chunk
@@ -141,3 +154,17 @@ class Sampler:
         tokens, self._tokens = self._tokens, 0
         if tokens:
             self._report(Frame(kind=PROGRESS, body={"tokens": tokens}))
+
+
+def _draws(group: GroupSampling, sample: int) -> Draws:
+    sampling = group.sampling
+    return Draws(
+        seed=group.seed,
+        step=group.step,
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
+        top_k=max(0, sampling["top_k"]),
+        group=group.group,
+        sample=sample,
+        prompt_tokens=len(group.token_ids),
+    )

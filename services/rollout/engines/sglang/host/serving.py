@@ -9,14 +9,16 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    EndWeightUpdateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
 
 from services.rollout.engines.sglang.host.sampling import Sampler
+from services.rollout.engines.sglang.host.update import UpdateRefused, require, updating
 from services.rollout.engines.sglang.host.weights import REFRESH_LOADER
 from services.rollout.engines.sglang.messages import (
     ABORT,
@@ -26,6 +28,8 @@ from services.rollout.engines.sglang.messages import (
     FAILED,
     LOAD,
     REFRESH,
+    RELEASE,
+    RESUME,
     STOP,
     GroupSampling,
 )
@@ -36,10 +40,6 @@ if TYPE_CHECKING:
 
 _FLUSH_S = 30.0
 """Longest wait for the end of what still uses the caches."""
-
-
-class UpdateRefused(Exception):
-    """SGLang has answered an update with a failure, which it does not raise."""
 
 
 class Serving:
@@ -87,6 +87,11 @@ class Serving:
                 await self._load(frame)
             elif frame.kind == REFRESH:
                 await self._refresh(frame.body["version"])
+            elif frame.kind == RESUME:
+                resume = ResumeMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE])
+                await self._manager.resume_memory_occupation(resume, None)
+            elif frame.kind == RELEASE:
+                await self._release()
             else:
                 assert frame.kind == ABORT
         except Exception as error:  # noqa: BLE001 - the service raises it
@@ -102,6 +107,16 @@ class Serving:
         # SGLang wants a tensor
         tensors = [("version", torch.zeros(1))]
         await self._update(tensors, load_format=REFRESH_LOADER, version=version)
+        await self._flush()
+
+    async def _release(self) -> None:
+        # the scheduler ends itself if it is asked for memory while it still has requests
+        await self._flush()
+        release = ReleaseMemoryOccupationReqInput(tags=[GPU_MEMORY_TYPE_KV_CACHE])
+        await self._manager.release_memory_occupation(release, None)
+
+    async def _flush(self) -> None:
+        """Wait until nothing uses the caches, and empty them. Raises UpdateRefused."""
         flushed = await self._manager.flush_cache(timeout_s=_FLUSH_S)
         if not flushed.success:
             raise UpdateRefused(f"prefix cache not emptied: {flushed}")
@@ -113,23 +128,12 @@ class Serving:
         load_format: str | None,
         version: str | None,
     ) -> None:
-        """Raises: UpdateRefused if any of the three calls answers with a failure."""
-        manager = self._manager
-        _require(await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        """Raises: UpdateRefused if any of the calls answers with a failure."""
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors)],
             load_format=load_format,
             flush_cache=version is not None,
             weight_version=version,
         )
-        try:
-            _require(await manager.update_weights_from_tensor(request, None))
-        finally:
-            ended = await manager.end_weight_update(EndWeightUpdateReqInput(), None)
-        _require(ended)
-
-
-def _require(result: tuple[bool, str]) -> None:
-    success, message = result
-    if not success:
-        raise UpdateRefused(message)
+        async with updating(self._manager):
+            require(await self._manager.update_weights_from_tensor(request, None))

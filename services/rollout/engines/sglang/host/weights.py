@@ -50,6 +50,8 @@ class BoundWeights:
                 parameter.data.zero_()
                 self._copied.append((parameter, one))
                 self.copied_bytes += size_bytes
+        if flat_E.is_cuda:
+            torch.cuda.empty_cache()  # what the parameters were made with
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.models import qwen2_5_vl
 
+from services.rollout.engines.sglang.host.memory import keep_weights_out
+from services.rollout.engines.sglang.host.sampler import register
 from services.rollout.engines.sglang.host.weights import attach
 from services.rollout.engines.sglang.messages import PLACEHOLDER
 
@@ -32,5 +34,9 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - the name by which SGLa
         else:
             super().load_weights(tensors.items())
 
+
+# SGLang imports this module in each process that makes a model, before it makes sampler and model.
+register()
+keep_weights_out()
 
 EntryClass = [Qwen2_5_VLForConditionalGeneration]
