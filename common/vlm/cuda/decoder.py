@@ -183,7 +183,7 @@ class CudaDecoder:
         prefixes = (self.pool.shared.data_ptr(), self.pool.prefix_tokens)
         if self._graphs and prefixes != self._graphed_prefixes:
             self.drop_graphs()
-        return (bucket, self._is_beside(beside)) in self._graphs
+        return (bucket, beside) in self._graphs
 
     def capture(self, bucket: int, *, beside: bool = False) -> None:
         """Record the graph of R rows.
@@ -194,7 +194,6 @@ class CudaDecoder:
             bucket: R.
             beside: the graph is for when others use a part of the SMs.
         """
-        beside = self._is_beside(beside)
         at, kept, cuts = self._buffers_of(bucket), self._rows, self._cuts_of(bucket, beside=beside)
         side = _capture_stream(self.pool.shared.device)
         self.has_graph(bucket)
@@ -233,7 +232,6 @@ class CudaDecoder:
             bucket: R, the same as in `set_rows`.
             beside: whether others use a part of the SMs; a matter of speed only.
         """
-        beside = self._is_beside(beside)
         if self.has_graph(bucket, beside=beside):
             self._graphs[bucket, beside].replay()
         else:
@@ -246,10 +244,6 @@ class CudaDecoder:
         ready = torch.cuda.Event()
         ready.record()
         return Chosen(lanes=self._rows, samples=samples, state=state, ready=ready)
-
-    def _is_beside(self, beside: bool) -> bool:
-        # it may differ among ranks, whose graphs are captured by all of them at the same time
-        return beside and self.model.group is None
 
     def _buffers_of(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:

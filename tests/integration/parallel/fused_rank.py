@@ -17,11 +17,13 @@ from common.vlm.cuda.decode_parts import Cuts
 from common.vlm.cuda.fused import FusedSteps
 from common.vlm.loading import empty_model
 from common.vlm.model import SplitModel
+from common.vlm.parallel import model as parallel
 from common.vlm.parallel.local import hold_own_parts
 from common.weights.binding import bind_parameters
 from services.rollout.engines import device
-from tests.integration.parallel.rank import Rank, join, meshes
-from tests.integration.parallel.scenarios import FUSED, RUNS
+from tests.integration.parallel.rank import Rank
+from tests.integration.parallel.scenarios import FUSED
+from tests.integration.parallel.world import RUNS, join, meshes
 from tests.unit.vlm.cuda.segments import SegmentBlocks
 
 
@@ -49,6 +51,14 @@ class FusedRank(Rank):
         }
 
 
+def chosen(scenario, mesh, kernels):
+    """Number of ranks that the passes sum over by themselves, where fused kernels fit; None: no."""
+    model = empty_model(scenario.config, dtype=scenario.dtype)
+    parallel.fused_kernels = lambda kernels, **_: kernels == "auto"
+    split = parallel.parallel_model(model, mesh, kernels=kernels)
+    return split.group.size if split.group and split.fused else None
+
+
 def few_programs():
     """Cut decode steps into few programs, because the interpreter runs one after the other."""
     device._SMALL_BUCKETS = ()
@@ -63,6 +73,7 @@ def main(rank, rendezvous, folder):
         if rank in RUNS[degree]:
             for number, scenario in enumerate(FUSED.values()):
                 result = FusedRank(scenario, mesh).results()
+                result["chosen"] = [chosen(scenario, mesh, k) for k in ("auto", "plain")]
                 torch.save(result, folder / f"fused-{number}-{degree}-{mesh.get_local_rank()}.pt")
     dist.destroy_process_group()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from common.rl.optimizer import FlatAdamW, ready_gradients
 from common.vlm.bound import bound_model
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.loading import empty_model
-from common.vlm.parallel.mesh import tensor_mesh
 from common.vlm.parallel.model import config_shape, parallel_model
 from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.parallel.state import GlobalNorm, save_shards, take_shard
@@ -28,17 +26,9 @@ from common.vlm.verification import split_backward
 from common.weights.binding import bind_parameters, views
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.protocol import GroupRequest, StepSpec
-from tests.integration.parallel.scenarios import (
-    ALGORITHM,
-    GROUPS,
-    RUNS,
-    SCENARIOS,
-    TEMPERATURE,
-    TOKENS,
-    WORLD,
-)
+from tests.integration.parallel.scenarios import ALGORITHM, SCENARIOS, TEMPERATURE, TOKENS
+from tests.integration.parallel.world import RUNS, join, meshes
 
-TIMEOUT_S = 200.0
 OPERATORS = {
     torch.ops.c10d.allreduce_.default,
     torch.ops._c10d_functional.all_reduce.default,
@@ -217,26 +207,6 @@ def roll_out(member, checkpoint):
         "greedy": member.decode(greedy=True),
         "sampled": member.decode(greedy=False),
         "logprobs": member.train(),
-    }
-
-
-def join(rank, rendezvous):
-    """Become a member of the world."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-
-
-def meshes():
-    """This rank's mesh of each degree."""
-    return {
-        degree: tensor_mesh(groups, device_type="cpu", timeout_s=TIMEOUT_S)
-        for degree, groups in GROUPS.items()
     }
 
 

@@ -13,11 +13,6 @@ from common.vlm.loading import suppressed_token_ids
 from common.vlm.tiny import tiny_config
 from common.vlm.verification_cases import make_case
 
-DEGREES = (1, 2, 4)
-WORLD = 4
-GROUPS = {1: ((0,), (1,), (2,), (3,)), 2: ((0, 1), (2, 3)), 4: ((0, 1, 2, 3),)}
-RUNS = {1: (0,), 2: (2, 3), 4: (0, 1, 2, 3)}
-"""Which ranks run a degree: rank 0 has the model to itself beside a group of two."""
 TEMPERATURE = 0.7
 ALGORITHM = AlgorithmConfig(weight_decay=0.1, max_grad_norm=0.5, learning_rate=1e-4)
 TOKENS = 14

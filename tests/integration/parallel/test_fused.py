@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from common.vlm.parallel.state import take_shard
-from tests.integration.parallel.scenarios import DEGREES, FUSED, WORLD
+from tests.integration.parallel.scenarios import FUSED
 from tests.integration.parallel.test_degrees import assert_near
+from tests.integration.parallel.world import DEGREES, WORLD
 from tests.integration.ranks import run_ranks
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -111,3 +112,9 @@ def test_every_rank_samples_the_tokens_of_a_single_rank(load, degree, way):
             assert torch.equal(own_tokens, tokens)
             assert torch.equal(own_lengths, lengths)
             torch.testing.assert_close(own_logprobs, logprobs, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("degree", PARALLEL)
+def test_kernels_are_chosen_as_on_one_rank(load, degree):
+    for result in load(degree):
+        assert result["chosen"] == [degree, None]
