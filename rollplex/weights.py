@@ -32,7 +32,8 @@ class ConsumerWeights:
         consumer: the process, such as ``rollout/0``.
         role: ``policy`` or ``reference``.
         version: number of updates that made them.
-        checksums: by the parameter's name, tied ones under each of their names.
+        checksums: by the parameter's name, tied ones under each of their names. Of several ranks,
+            by pieces that a process holds whole or not at all: ``name[0:32, 0:64]``.
     """
 
     consumer: str
@@ -46,7 +47,8 @@ class WeightsDifference:
     """A tensor that one process reads otherwise than the others.
 
     Attributes:
-        checksum: of what it reads; None: it has no such tensor.
+        tensor: parameter, or a piece of one, as in `ConsumerWeights.checksums`.
+        checksum: of what it reads; None: it has nothing of such a tensor.
         expected: of what most read, or the owner; None: they have no such tensor.
     """
 
@@ -74,14 +76,7 @@ class WeightsReport:
         """Every tensor that differs, by role and name; empty: all read the same."""
         found: list[WeightsDifference] = []
         for role in ModelRole:
-            for rank in sorted({Participant.parse(one.consumer).rank for one in self.read}):
-                found += _differences(
-                    [
-                        one
-                        for one in self.read
-                        if one.role is role and Participant.parse(one.consumer).rank == rank
-                    ]
-                )
+            found += _differences([one for one in self.read if one.role is role])
         return tuple(found)
 
 
@@ -143,11 +138,18 @@ async def _ask(
 
 
 def _differences(read: Sequence[ConsumerWeights]) -> list[WeightsDifference]:
-    """Of processes that read the same part of one role; the owner is the first of them."""
+    """Of processes that read one role; those of the owner are the first of them."""
+    has = {one.consumer: {_parameter(name) for name in one.checksums} for one in read}
     found: list[WeightsDifference] = []
     for name in sorted({name for one in read for name in one.checksums}):
+        # every process has a part of each parameter
+        concerned = [
+            one
+            for one in read
+            if name in one.checksums or _parameter(name) not in has[one.consumer]
+        ]
         # of equally common ones, the first that was seen
-        ((expected, _),) = Counter(one.checksums.get(name) for one in read).most_common(1)
+        ((expected, _),) = Counter(one.checksums.get(name) for one in concerned).most_common(1)
         found += [
             WeightsDifference(
                 tensor=name,
@@ -157,7 +159,12 @@ def _differences(read: Sequence[ConsumerWeights]) -> list[WeightsDifference]:
                 checksum=one.checksums.get(name),
                 expected=expected,
             )
-            for one in read
+            for one in concerned
             if one.checksums.get(name) != expected
         ]
     return found
+
+
+def _parameter(piece: str) -> str:
+    """Whose piece it is."""
+    return piece.partition("[")[0]

@@ -15,6 +15,8 @@ from common.config.base import ConfigError, FrozenConfig
 from common.config.environment import read_environment
 from common.config.loading import load_config
 from common.ids import WORKERS, Participant, Service
+from common.step.partners import Partners
+from common.step.place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,9 +99,12 @@ class Deployment(FrozenConfig):
     """The Redis server."""
     train_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of learner, prefix-encoder and reference: that many processes of each,
-    with device = "cuda" on a GPU each. More than 1 needs the same rollout_tp (docs/parallel.md)."""
+    with device = "cuda" on a GPU each (docs/parallel.md)."""
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Tensor-parallel ranks of the rollout."""
+    """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
+    dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
+    """Data-parallel replicas of those ranks, each with groups of its own in every step: so many
+    times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     rollout_gpus: Literal["shared", "own"] = "shared"
@@ -150,10 +155,32 @@ class Deployment(FrozenConfig):
 
     @model_validator(mode="after")
     def _ranks_are_served(self) -> Self:
-        if self.train_tp != self.rollout_tp:
+        apart = self.train_tp != self.rollout_tp
+        if apart and (self.device != "cpu" or self.governor == "on"):
             raise ValueError(
-                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: the services run "
-                "equal degrees only; set both to the same number"
+                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: degrees that "
+                f'differ run on device = "cpu" without a governor; device = {self.device!r}, '
+                f"governor = {self.governor!r}: set both to the same number"
+            )
+        if apart and self.dp > 1:
+            raise ValueError(
+                f"dp = {self.dp} with train_tp = {self.train_tp} and rollout_tp = "
+                f"{self.rollout_tp}: several replicas run with equal degrees only"
+            )
+        if self.train_tp * self.dp > _RANKS_LIMIT:
+            raise ValueError(
+                f"dp = {self.dp} with train_tp = {self.train_tp}: a service has at most "
+                f"{_RANKS_LIMIT} processes; lower one of them"
+            )
+        if self.dp > 1 and self.device != "cpu":
+            raise ValueError(
+                f"dp = {self.dp} with device = {self.device!r}: several replicas run on "
+                'device = "cpu" only; set dp = 1'
+            )
+        if self.dp > 1 and self.governor == "on":
+            raise ValueError(
+                f'dp = {self.dp} with governor = "on": jobs of several replicas do not take turns; '
+                'set governor = "off"'
             )
         return self
 
@@ -176,9 +203,23 @@ class Deployment(FrozenConfig):
 
     def ranks(self, service: Service) -> int:
         """Processes of a service."""
+        return self.degree(service) * (self.dp if service in WORKERS else 1)
+
+    def degree(self, service: Service) -> int:
+        """Tensor-parallel ranks of one replica of a service."""
         if service in _TRAINING:
             return self.train_tp
         return self.rollout_tp if service is Service.ROLLOUT else 1
+
+    @property
+    def partners(self) -> Partners:
+        """Which ranks of the services work with each other."""
+        return Partners({service: self.degree(service) for service in WORKERS})
+
+    def place(self, participant: Participant) -> Place:
+        """Where a process that computes stands among those of its service."""
+        degree = self.degree(participant.service)
+        return Place(rank=participant.rank, degree=degree, replicas=self.dp)
 
     def placement(self, service: Service) -> ServicePlacement:
         """The placement of a service, defaults included."""

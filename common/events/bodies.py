@@ -27,7 +27,8 @@ class StepBegan:
 
     plan: StepPlan
     lease_room_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By arena, ``cpu`` or a GPU's UUID: what the step's leases may come to together."""
+    """By arena, ``cpu`` or a GPU's UUID: what the step's leases may come to together. Replicas have
+    equal shares of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,21 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRefreshed:
+    """A rank of the rollout has the step's weights, where training has another degree."""
+
+    weights_version: WeightsVersion
+    alias_bytes: int
+    """Read where training wrote them."""
+    gather_bytes: int
+    """Copied into memory shared with training."""
+    rebuild_bytes: int
+    """Copied into memory of the rank's own."""
+    seconds: float
+    """Of the copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushBegan:
     """A rank of the learner sends the weights of a version to the same rank of the rollout."""
 
@@ -206,10 +222,10 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCommanded:
-    """Rank 0 of the sending service has begun a task that its other ranks have to do too."""
+    """The first rank of a replica has begun a task that the others there have to do too."""
 
     number: int
-    """1, 2, ... in this epoch and service: the order in which every rank begins them."""
+    """1, 2, ... in this epoch, service and replica: the order in which every rank begins them."""
     task: Task
     group: GroupId | None
     """None: the task is about the whole step."""
@@ -257,6 +273,7 @@ Body = (
     | ResponsesTrained
     | PrefixBackpropagated
     | WeightsPublished
+    | WeightsRefreshed
     | PushBegan
     | PushEnded
     | AheadDone
@@ -274,8 +291,9 @@ FOR_ALL_RANKS: frozenset[type] = frozenset(
         GroupDropped,
         GroupRewarded,
         WeightsPublished,
+        WeightsRefreshed,
         TaskFailed,
         TaskCommanded,
     }
 )
-"""What is about every rank, whoever says it; the rest is about the sender's rank alone."""
+"""What every rank takes in, whoever says it; the rest is for those who read the sender's rank."""

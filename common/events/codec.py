@@ -270,6 +270,23 @@ _CODECS: dict[type[Any], _Codec] = {
             weights_version=WeightsVersion(m.weights_version), metrics=dict(m.metrics)
         ),
     ),
+    bodies.WeightsRefreshed: (
+        "weights_refreshed",
+        lambda b: events_pb2.WeightsRefreshed(
+            weights_version=b.weights_version,
+            alias_bytes=b.alias_bytes,
+            gather_bytes=b.gather_bytes,
+            rebuild_bytes=b.rebuild_bytes,
+            seconds=b.seconds,
+        ),
+        lambda m: bodies.WeightsRefreshed(
+            weights_version=WeightsVersion(m.weights_version),
+            alias_bytes=m.alias_bytes,
+            gather_bytes=m.gather_bytes,
+            rebuild_bytes=m.rebuild_bytes,
+            seconds=m.seconds,
+        ),
+    ),
     bodies.PushBegan: (
         "push_began",
         lambda b: events_pb2.PushBegan(weights_version=b.weights_version, elements=b.elements),

@@ -117,6 +117,7 @@ def plan_sharing(
     element_bytes: int,
     gpus: int | None = None,
     shared: bool = True,
+    packed: bool = False,
 ) -> SharingPlan:
     """Place the rollout's ranks so that the most bytes alias, and say what every GPU shares.
 
@@ -128,6 +129,8 @@ def plan_sharing(
         gpus: of the whole run; by default one block.
         shared: if not, nothing is shared: every rank of the rollout, in the plain order, has a
             second copy, all of it rebuilt.
+        packed: whether training's tensors follow each other without a gap. Then nothing is gathered
+            in place: what is no view of the training shard is rebuilt.
     Raises: InvalidArgument if `gpus` is no multiple of a block.
     """
     block = math.lcm(train.degree, rollout.degree)
@@ -137,7 +140,7 @@ def plan_sharing(
             f"gpus = {gpus}: with TP {train.degree} in training and TP {rollout.degree} in the "
             f"rollout legal are multiples of {block}"
         )
-    joined = clusters(train, rollout)
+    joined = clusters(train, rollout, packed=packed)
     if shared:
         alias_bytes = element_bytes * _alias_elements(joined, train.degree, rollout.degree)
     else:
@@ -202,9 +205,10 @@ def _shared(
     return made
 
 
-def clusters(train: Layout, rollout: Layout) -> list[Cluster]:
+def clusters(train: Layout, rollout: Layout, *, packed: bool = False) -> list[Cluster]:
     """The tensors of both layouts, grouped by the logical tensors that they have in common.
 
+    Args: packed: as for `plan_sharing`.
     Raises: InvalidArgument naming the logical tensors that only one of them has.
     """
     names = [
@@ -228,6 +232,7 @@ def clusters(train: Layout, rollout: Layout) -> list[Cluster]:
             rollout=_of_group(rollout, group),
             train_in_blocks=train.in_blocks,
             rollout_in_blocks=rollout.in_blocks,
+            packed=packed,
         )
         for group in groups
     ]

@@ -106,12 +106,14 @@ class Cluster:
         rollout: by rank of the rollout.
         train_in_blocks: `Layout.in_blocks` of training.
         rollout_in_blocks: the same of the rollout.
+        packed: whether training's tensors have to follow each other without a gap.
     """
 
     train: tuple[Tensors, ...]
     rollout: tuple[Tensors, ...]
     train_in_blocks: bool
     rollout_in_blocks: bool
+    packed: bool = False
 
     def overlaps(self, train_rank: int, rollout_rank: int) -> bool:
         """Whether the two ranks have any element in common."""
@@ -162,6 +164,8 @@ class Cluster:
     def _storages(self, train_rank: int, rollout_rank: int) -> Iterator[Storage]:
         own, wanted = self.train[train_rank], self.rollout[rollout_rank]
         yield Storage.of(own)
+        if self.packed:
+            return
         yield Storage.of(wanted)
         # every rollout shard that lies in this training shard, each one as its engine wants it: so
         # the buffer is the same on all replicas of this training rank

@@ -5,8 +5,9 @@ Invariants:
 - Tasks of one lane run one after the other; lanes run beside each other.
 - Among the tasks of a lane that may start, the order is that of `Lane.tasks`, then group order,
   except that a group-ordered task (see `Lane.strict`) waits for the groups before it.
-- Of a service with several ranks, rank 0 alone decides in collective lanes and numbers what it
-  starts. The others start exactly that, in that order, each task once its own rank's inputs exist.
+- Of the tensor-parallel ranks of a replica, the first alone decides in collective lanes and numbers
+  what it starts. The others start exactly that, in that order, each task once its own rank's inputs
+  exist.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.events import Event, bodies
+from common.ids import Participant
+from common.step.place import Place
 from common.step.view import StepView
 
 if TYPE_CHECKING:
-    from common.ids import GroupId, Participant
+    from common.ids import GroupId
+    from common.step.partners import Partners
     from common.step.plan import StepPlan
     from common.step.tasks import Task
 
@@ -102,17 +106,24 @@ class StepMachine:
         *,
         needs_reference: bool,
         participant: Participant | None = None,
-        ranks: int = 1,
+        place: Place | None = None,
+        partners: Partners | None = None,
     ) -> None:
         """Args:
         participant: whose machine it is; None: the only rank of a service.
-        ranks: of that service.
+        place: which of its ranks; None: the only one.
+        partners: the ranks of all services; None: as many as `place` says.
         """
         self._lanes = lanes
         self._needs_reference = needs_reference
-        self._service = None if participant is None else participant.service
-        self._rank = 0 if participant is None else participant.rank
-        self._ranks = ranks
+        self._participant = participant
+        self._partners = partners
+        self._place = place or Place()
+        self._leader = (
+            None
+            if participant is None
+            else Participant(service=participant.service, rank=self._place.leader)
+        )
         self._commands: dict[int, Subject] = {}
         self._next_command = 1
         self._started: set[tuple[Task, GroupId | None]] = set()
@@ -130,9 +141,9 @@ class StepMachine:
             return self._end(self.view.aborted.reason)
         if self.view.finished:
             return self._end("finished")
-        if isinstance(event.body, bodies.GroupDropped) and event.group is not None:
+        if isinstance(event.body, bodies.GroupDropped) and event.group in self.view.groups:
             instructions.append(ForgetGroup(group=event.group))
-        if isinstance(event.body, bodies.TaskCommanded) and event.sender.service is self._service:
+        if isinstance(event.body, bodies.TaskCommanded) and event.sender == self._leader:
             self._commands[event.body.number] = (event.body.task, event.body.group)
         return [*instructions, *self._start_tasks()]
 
@@ -154,8 +165,13 @@ class StepMachine:
         self.view = StepView(
             began.plan,
             needs_reference=self._needs_reference,
-            lease_room_bytes=began.lease_room_bytes,
-            rank=self._rank,
+            lease_room_bytes={
+                device: size_bytes // self._place.replicas
+                for device, size_bytes in began.lease_room_bytes.items()
+            },
+            place=self._place,
+            partners=self._partners,
+            whose=self._participant,
         )
         return [StartStep(plan=began.plan), *self._start_tasks()]
 
@@ -176,21 +192,21 @@ class StepMachine:
                 self._started.add(found)
                 self._running[found] = lane
                 instructions.append(StartTask(task=found[0], group=found[1]))
-                if lane.collective and self._ranks > 1:
+                if lane.collective and self._place.degree > 1:
                     instructions += self._commanded(found)
         return instructions
 
     def _commanded(self, started: Subject) -> list[Instruction]:
         number = self._next_command
         self._next_command += 1
-        if self._rank:
+        if not self._place.leads:
             return []
         return [CommandTask(number=number, task=started[0], group=started[1])]
 
     def _next(self, lane: Lane) -> tuple[Task, GroupId | None] | None:
         if self.view is None or sum(r is lane for r in self._running.values()) >= lane.width:
             return None
-        if lane.collective and self._rank:
+        if lane.collective and not self._place.leads:
             commanded = self._commands.get(self._next_command)
             return commanded if commanded and self.view.may_start(*commanded) else None
         for task in lane.tasks:

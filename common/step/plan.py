@@ -50,6 +50,8 @@ class PlannedGroup:
     group: GroupId
     split: str
     sample: int
+    replica: int = 0
+    """Which data-parallel replica does all work of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +107,14 @@ class StepPlan:
 
 
 def _groups_to_proto(groups: Iterable[PlannedGroup]) -> list[pb.PlannedGroup]:
-    return [pb.PlannedGroup(group=g.group, split=g.split, sample=g.sample) for g in groups]
+    return [
+        pb.PlannedGroup(group=g.group, split=g.split, sample=g.sample, replica=g.replica)
+        for g in groups
+    ]
 
 
 def _groups_from_proto(messages: Iterable[pb.PlannedGroup]) -> tuple[PlannedGroup, ...]:
     return tuple(
-        PlannedGroup(group=GroupId(m.group), split=m.split, sample=m.sample) for m in messages
+        PlannedGroup(group=GroupId(m.group), split=m.split, sample=m.sample, replica=m.replica)
+        for m in messages
     )

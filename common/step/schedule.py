@@ -51,7 +51,7 @@ class Condition(StrEnum):
     REFERENCE_OVER = "reference_over"
     """Every living group is scored."""
     GROUPS_DONE = "groups_done"
-    """Every living group is wholly in the gradient accumulator."""
+    """Every living group of every replica is wholly in its gradient accumulator."""
     PREVIOUS_DONE = "previous_done"
     """Every group before this one in the accumulation order is wholly accumulated."""
     WINDOW_OPEN = "window_open"

@@ -1,8 +1,10 @@
 """The state of one step, folded from the node's events.
 
 Every process folds the same events in the same order, so every process asks the schedule about the
-same facts. A view accepts events of its own run, step and epoch only, and of its own rank or about
-every rank; an event that it has already seen changes nothing.
+same facts. A view accepts events of its own run, step and epoch only, and of the rank of each
+service that its process reads, or about every rank; an event that it has already seen changes
+nothing. Of the groups of other replicas it has what the rank that decides there says: the update is
+of them all.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from typing import TYPE_CHECKING
 
 from common.events import Event, bodies
 from common.events.bodies import ModelRole
+from common.ids import WORKERS, Participant, Service
+from common.step.partners import Partners
+from common.step.place import Place
 from common.step.plan import StepMode, StepPlan
 from common.step.schedule import ORDER, OWN_WEIGHTS, TABLE, AccumulationOrder, Condition
 from common.step.tasks import AHEAD, Task
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from common.ids import GroupId, LeaseId, WeightsVersion
+    from common.step.plan import PlannedGroup
 
 EVAL_TASKS: frozenset[Task] = frozenset(
     {Task.PREPARE, Task.POLICY_VISION, Task.DECODE, Task.REWARD, Task.AHEAD_PREPARE}
@@ -85,20 +91,37 @@ class StepView:
         *,
         needs_reference: bool,
         lease_room_bytes: Mapping[str, int] | None = None,
-        rank: int = 0,
+        place: Place | None = None,
+        partners: Partners | None = None,
+        whose: Participant | None = None,
+        whole: bool = False,
     ) -> None:
         """Args:
-        lease_room_bytes: of `StepBegan`.
-        rank: whose leases and progress the view is about.
+        lease_room_bytes: for the leases of its replica.
+        place: whose leases and progress the view is about; None: of the only rank.
+        partners: which ranks a process reads; None: every service has as many as `place` says.
+        whose: the process that reads; None: one that reads the ranks of its own number.
+        whole: whether it is about all replicas, as their deciding ranks see them.
         """
         self.plan = plan
-        self.rank = rank
+        self.place = place or Place()
+        self._partners = partners or Partners(dict.fromkeys(WORKERS, self.place.degree))
+        self._whose = whose or Participant(service=Service.LEARNER, rank=self.place.rank)
+        self.whole = whole
         self.lease_room_bytes = lease_room_bytes or {}
         self.needs_reference = needs_reference
-        self.groups: dict[GroupId, GroupView] = {
+        self._replicas = {g.group: g.replica for g in plan.groups}
+        self.everyone: dict[GroupId, GroupView] = {
             g.group: GroupView(group=g.group, split=g.split, sample=g.sample) for g in plan.groups
         }
-        self.ahead: dict[GroupId, AheadView] = {g.group: AheadView() for g in plan.ahead}
+        """Groups of all replicas."""
+        self.groups: dict[GroupId, GroupView] = {
+            g.group: self.everyone[g.group] for g in plan.groups if whole or self._is_own(g)
+        }
+        """Those of this replica, or, where the view is about all of them, of all."""
+        self.ahead: dict[GroupId, AheadView] = {
+            g.group: AheadView() for g in plan.ahead if whole or self._is_own(g)
+        }
         self.window_opened = False
         self.window_closed: bodies.WindowClosed | None = None
         self.published: bodies.WeightsPublished | None = None
@@ -119,15 +142,29 @@ class StepView:
         """The weights version that the step reads."""
         return self.plan.weights_version
 
+    def _is_own(self, planned: PlannedGroup) -> bool:
+        return planned.replica == self.place.replica
+
     @property
     def living(self) -> list[GroupView]:
-        """Groups that still take part, by index."""
+        """Of `groups`, those that still take part, by index."""
         return [g for g in self.groups.values() if g.alive]
 
     @property
+    def living_everywhere(self) -> list[GroupView]:
+        """The same of all replicas."""
+        return [g for g in self.everyone.values() if g.alive]
+
+    @property
     def response_tokens(self) -> int:
-        """Sampled tokens of all living, generated groups: the step's loss normalizer."""
-        return sum(g.generated.response_tokens for g in self.living if g.generated)
+        """Sampled tokens of all living, generated groups of the step: its loss normalizer."""
+        return sum(g.generated.response_tokens for g in self.living_everywhere if g.generated)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any group of the step, of any replica, has added to the gradients."""
+        trained = [g.trained for g in self.living_everywhere if g.trained]
+        return any(one.lease is not None for one in trained)
 
     @property
     def rollout_over(self) -> bool:
@@ -140,6 +177,15 @@ class StepView:
         return self.rollout_over and all(g.done for g in self.living)
 
     @property
+    def accumulated_everywhere(self) -> bool:
+        """The same of all replicas."""
+        return self._rolled_out_everywhere and all(g.done for g in self.living_everywhere)
+
+    @property
+    def _rolled_out_everywhere(self) -> bool:
+        return all(g.rolled_out for g in self.everyone.values())
+
+    @property
     def reference_over(self) -> bool:
         """Whether every living group is scored, and none will come; or no reference is needed."""
         return not self.needs_reference or (
@@ -150,16 +196,23 @@ class StepView:
     def finished(self) -> bool:
         """Whether the step needs nothing more from any service."""
         if self.plan.mode is StepMode.EVAL:
-            return self.rollout_over
+            return self._rolled_out_everywhere
         return self.published is not None
 
     def belongs(self, event: Event) -> bool:
-        """Whether the event is about this epoch and this rank."""
-        plan = self.plan
-        about_rank = event.sender.rank == self.rank or type(event.body) in bodies.FOR_ALL_RANKS
-        return about_rank and (
-            (event.run_id, event.step, event.epoch) == (plan.run_id, plan.step, plan.epoch)
-        )
+        """Whether the event is about this epoch, and of a rank that is read here, or about another
+        replica's group."""
+        plan, sender = self.plan, event.sender
+        if (event.run_id, event.step, event.epoch) != (plan.run_id, plan.step, plan.epoch):
+            return False
+        if type(event.body) in bodies.FOR_ALL_RANKS:
+            return True
+        read = self._partners.partner(self._whose, sender.service).rank
+        degree = self._partners.count(sender.service)
+        if event.group is None:
+            return sender.rank == read or (self.whole and sender.rank % degree == 0)
+        replica = self._replicas[event.group]
+        return sender.rank == (read if replica == self.place.replica else replica * degree)
 
     def apply(self, event: Event) -> bool:
         """Fold one event in.
@@ -169,7 +222,7 @@ class StepView:
         if not self.belongs(event):
             return False
         if event.group is not None:
-            self._apply_group(self.groups[event.group], event.body)
+            self._apply_group(self.everyone[event.group], event.body)
         else:
             self._apply_step(event)
         return True
@@ -284,7 +337,7 @@ _STEP_CONDITIONS = {
     Condition.WINDOW_OPENED: lambda v: v.window_opened or v.rollout_over,
     Condition.ROLLOUT_OVER: lambda v: v.rollout_over,
     Condition.REFERENCE_OVER: lambda v: v.reference_over,
-    Condition.GROUPS_DONE: lambda v: v.accumulated,
+    Condition.GROUPS_DONE: lambda v: v.accumulated_everywhere,
     Condition.WINDOW_OPEN: lambda v: v.window_open,
     Condition.GROUPS_PREPARED: lambda v: all(g.prepared is not None for g in v.living),
     Condition.REFERENCE_PREFIXES_ENCODED: _reference_prefixes_encoded,

@@ -15,6 +15,8 @@ from common.vlm.model import SplitModel
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
+    from common.vlm.parallel.group import ModelRanks
+
 log = logging.getLogger(__name__)
 
 Kernels = Literal["auto", "plain"]
@@ -44,9 +46,21 @@ def split_model(model: Qwen2_5_VLForConditionalGeneration, kernels: Kernels) -> 
     weight = model.lm_head.weight
     if not fused_kernels(kernels, device=weight.device, dtype=weight.dtype):
         return SplitModel(model)
+    return fused_model(model)
+
+
+def fused_model(
+    model: Qwen2_5_VLForConditionalGeneration, ranks: ModelRanks | None = None
+) -> SplitModel:
+    """The model in parts on `common.vlm.cuda`.
+
+    Args:
+        model: bound to its storage, or to be before it runs.
+        ranks: over which it is split, from `hold_own_parts`; None for one rank.
+    """
     # Triton has to be there only where its kernels run
     from common.vlm.cuda.attention import FusedAttention
     from common.vlm.cuda.fused import FusedSteps
 
-    log.info("fused kernels: %s weights on %s", weight.dtype, weight.device)
-    return SplitModel(model, attention=FusedAttention(), steps=FusedSteps())
+    log.info("fused kernels: %s weights", model.lm_head.weight.dtype)
+    return SplitModel(model, attention=FusedAttention(), steps=FusedSteps(ranks=ranks))

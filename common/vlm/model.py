@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+    from common.vlm.parallel.group import RankGroup
+
 DEFAULT_LOGIT_CHUNK_TOKENS = 512
 
 
@@ -83,6 +85,11 @@ class SplitModel:
     def fused(self) -> bool:
         """Whether it runs on kernels for GPUs."""
         return not isinstance(self._steps, PlainSteps)
+
+    @property
+    def group(self) -> RankGroup | None:
+        """Ranks over which whoever runs its weights without its steps has to sum; None: nobody."""
+        return self._steps.group
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its in-memory name, tied ones under each of their names."""

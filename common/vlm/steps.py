@@ -14,6 +14,7 @@ from common.vlm.vision import PlainBlocks
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from common.vlm.parallel.group import RankGroup
     from common.vlm.vision import VisionBlocks
 
 
@@ -22,9 +23,12 @@ class LayerSteps(Protocol):
 
     Attributes:
         vision: the same for the vision tower.
+        group: ranks that the model is split over, if the steps themselves sum over them; None for
+            one rank, or if its modules do.
     """
 
     vision: VisionBlocks
+    group: RankGroup | None
 
     def embed(self, embedding: Any, ids: Tensor) -> Tensor:
         """[S, h] embeddings of ids [S]."""
@@ -64,6 +68,7 @@ class PlainSteps:
 
     def __init__(self) -> None:
         self.vision: VisionBlocks = PlainBlocks()
+        self.group: RankGroup | None = None
 
     def embed(self, embedding: Any, ids: Tensor) -> Tensor:
         """See `LayerSteps.embed`."""

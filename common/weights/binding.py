@@ -15,7 +15,7 @@ from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
 from common.weights.layout import TensorEntry, WeightLayout, missing_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 
 def torch_dtype(layout: WeightLayout) -> torch.dtype:
@@ -79,20 +79,40 @@ def bind_parameters(
         flat_gradients: [Et] of any floating dtype on the same device, or None.
     Raises: MissingWeight or UnexpectedWeight naming the parameters; LayoutMismatch for shapes.
     """
-    owners = _parameter_owners(model)
-    known = set(layout.names) | set(layout.aliases)
-    if missing := sorted(set(owners) - known):
-        raise missing_error(missing, "the layout")
-    if extra := sorted(known - set(owners)):
-        raise UnexpectedWeight(f"the model has no parameter for: {shown(extra)}", names=extra)
     weights = views(flat_weights, layout)
     if len(weights) != len(layout.entries):
         raise LayoutMismatch("the weights' buffer has room for the trainable entries only")
     gradients: dict[str, Tensor] = {}
     if flat_gradients is not None:
         gradients = views(flat_gradients, layout, [e.name for e in layout.trainable_entries])
+    bind_tensors(model, layout, weights, gradients)
+
+
+def bind_tensors(
+    model: nn.Module,
+    layout: WeightLayout,
+    weights: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+) -> None:
+    """Make every parameter of the model one of these tensors, wherever each of them lies.
+
+    Args:
+        layout: must cover exactly the model's parameters; its offsets do not matter.
+        weights: by the names of the layout's entries; others may be there too.
+        gradients: accumulators as for `bind_parameters`, of what trains.
+    Raises: as `bind_parameters`; MissingWeight also for entries without a tensor.
+    """
+    owners = _parameter_owners(model)
+    known = set(layout.names) | set(layout.aliases)
+    if missing := sorted(set(owners) - known):
+        raise missing_error(missing, "the layout")
+    if extra := sorted(known - set(owners)):
+        raise UnexpectedWeight(f"the model has no parameter for: {shown(extra)}", names=extra)
+    if missing := sorted(set(layout.names) - weights.keys()):
+        raise missing_error(missing, "what was given")
     parameters: dict[str, nn.Parameter] = {}
-    for name, weight in weights.items():
+    for name in layout.names:
+        weight = weights[name]
         module, leaf = owners[name]
         old = getattr(module, leaf)
         if (shape := tuple(local_part(old).shape)) != tuple(weight.shape):

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from common.weights.layout import ALIGNMENT_ELEMENTS
 
 MIB = 1 << 20
+
+
+def shares(elements: int, count: int) -> tuple[slice, ...]:
+    """So many ranges, in order, that cover so many elements: equally long ones, as far as possible.
+
+    The last one has what is left over, fewer than `count` elements more than the others.
+    """
+    length = elements // count
+    inner = [length * number for number in range(1, count)]
+    return tuple(slice(*ends) for ends in pairwise((0, *inner, elements)))
 
 
 def cuts(elements: int, *, element_bytes: int, part_mib: float) -> tuple[slice, ...]:

@@ -110,7 +110,7 @@ class WorkerActor(Actor[Message]):
             device,
             opened=self._link_opened,
         )
-        self._ranks = deployment.ranks(participant.service)
+        self._partners = deployment.partners
         self._parted = asyncio.Event()
         self._phase = RunPhase.UNCONFIGURED
         self._machine: StepMachine | None = None
@@ -322,7 +322,7 @@ class WorkerActor(Actor[Message]):
         Of several ranks, for so long only. A checkpoint may take long, but ends on all ranks at the
         same time: none of them has come to be configured before.
         """
-        if self._ranks == 1:
+        if not self._holder.has_collectives:
             await self._epochs.settled()
             return
         while not self._epochs.idle_beside:
@@ -372,7 +372,8 @@ class WorkerActor(Actor[Message]):
                 run.lanes,
                 needs_reference=ask.recipe.needs_reference,
                 participant=self.participant,
-                ranks=self._ranks,
+                place=self._holder.place,
+                partners=self._partners,
             )
             self._phase = RunPhase.READY
             _answer(ask.answer, prepared)

@@ -15,13 +15,16 @@ from common.worker.weights import REFERENCE_VERSION
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from common.ids import WeightsVersion
     from common.worker.work import ReadWeights, RunWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleChecksums:
-    """Attributes: checksums: by the parameter's name, tied ones under each of their names."""
+    """Attributes: checksums: by the parameter's name, tied ones under each of their names; of
+    pieces as `Piece.named` calls them, where there are several ranks."""
 
     role: ModelRole
     version: WeightsVersion
@@ -46,10 +49,22 @@ async def _checksums(weights: ReadWeights, policy_version: WeightsVersion) -> Ro
     reference = weights.role is ModelRole.REFERENCE
     version = REFERENCE_VERSION if reference else policy_version
     model = weights.model
-    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    parts = _cut(weights)
     try:
         with await weights.storage.hold_read(version, passing=True):
             found = await in_thread(lambda: copied_aside(model.device, lambda: checksums(parts)))
     finally:
         await in_thread(weights.storage.park_again)
     return RoleChecksums(role=weights.role, version=version, checksums=found)
+
+
+def _cut(weights: ReadWeights) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, parameter in weights.model.named_parameters():
+        part = local_part(parameter)
+        pieces = weights.pieces.get(name)
+        if pieces is None:
+            found[name] = part
+        else:
+            found |= {piece.named(name): piece.of(part) for piece in pieces}
+    return found

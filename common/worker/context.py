@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.config.recipe import spills
 from common.ids import Participant, RunId, Service
+from common.step.partners import Partners
+from common.step.place import Place
 from common.tensors.parts import RANK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
+    from common.ids import Participant, RunId, Service
     from common.registry.runs import RunLedger
     from common.tensors.client import BrokerClient
     from common.worker.push_link import PushLink
-    from common.worker.ranks import TensorRanks
+    from common.worker.ranks import Ranks
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -44,29 +47,38 @@ class RunContext:
     """Interpreter that has SGLang; None: this process's own."""
     governed: bool = False
     """Whether background work runs on shares of the GPU's SMs."""
-    tensor: TensorRanks | None = None
-    """The service's ranks; None: this is the only one."""
+    place: Place = field(default_factory=Place)
+    """Among the ranks of this service."""
+    joined: Ranks | None = None
+    """Those that it has collectives with; None: there are none."""
+    partners: Partners = field(default_factory=Partners)
+    """Which ranks of the services work with each other."""
     push: PushLink | None = None
     """Of a rank of learner and rollout, where the latter has weights of its own, to the other."""
 
     @property
     def degree(self) -> int:
-        """Tensor-parallel ranks of this service."""
-        return 1 if self.tensor is None else self.tensor.degree
+        """Tensor-parallel ranks of this replica."""
+        return self.place.degree
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that decides and that speaks for the service."""
-        return self.participant.rank == 0
+        """Whether this is the rank that decides and that speaks for its replica."""
+        return self.place.leads
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether this is the rank that speaks for all replicas."""
+        return self.place.rank == 0
 
     @property
     def ranks(self) -> tuple[Participant, ...]:
-        """All ranks of this service."""
+        """All ranks of this service in this replica."""
         return self.peers(self.participant.service)
 
-    def storage_name(self, name: str) -> str:
-        """A storage of the run, of this rank: each has its own."""
-        rank = self.participant.rank
+    def storage_name(self, name: str, rank: int | None = None) -> str:
+        """A storage of the run, of this rank if none is given: each has its own."""
+        rank = self.participant.rank if rank is None else rank
         return name if rank == 0 else f"{name}{RANK}{rank}"
 
     @property
@@ -93,9 +105,13 @@ class RunContext:
         return training.activation_checkpointing or by_itself
 
     def peer(self, service: Service) -> Participant:
-        """The process of another service that works with this one: the same rank."""
-        return Participant(service=service, rank=self.participant.rank)
+        """The process of another service that this one reads."""
+        return self.partners.partner(self.participant, service)
+
+    def readers(self, service: Service) -> tuple[Participant, ...]:
+        """The processes of another service that read this one; there may be none."""
+        return self.partners.readers(self.participant, service)
 
     def peers(self, service: Service) -> tuple[Participant, ...]:
-        """All ranks of a service; every service has as many."""
-        return tuple(Participant(service=service, rank=rank) for rank in range(self.degree))
+        """All ranks of a service in this replica."""
+        return self.partners.all(service, replica=self.place.replica)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from common.governor.reading import Reading
     from common.governor.table import CoRunTable
     from common.worker.context import RunContext
-    from common.worker.ranks import TensorRanks
+    from common.worker.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Governor:
         *,
         fixed: bool,
         record: Path,
-        ranks: TensorRanks | None = None,
+        ranks: Ranks | None = None,
         leads: bool = True,
     ) -> None:
         """Begin with nothing measured.
@@ -125,11 +125,11 @@ class Governor:
         return cls(
             table,
             context.device,
-            await LiveDecode.open(context),
-            await SmToken.open(context),
+            await LiveDecode.open(context) if context.leads else LiveDecode.private(),
+            await SmToken.open(context) if context.leads else SmToken.private(),
             fixed=fixed,
             record=context.run_dir / TABLES_FOLDER / name,
-            ranks=context.tensor,
+            ranks=context.joined,
             leads=context.leads,
         )
 

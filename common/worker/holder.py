@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.governor.table import H200, load_table
+from common.ids import Service
 from common.step.schedule import OWN_WEIGHTS
 from common.worker.context import RunContext
 from common.worker.governor import Governor
@@ -15,7 +16,7 @@ from common.worker.link import Link, LinkDown
 from common.worker.live_decode import BACKGROUND
 from common.worker.own_memory import OwnMemory
 from common.worker.push_link import PUSHERS, PushLink
-from common.worker.ranks import TensorRanks, others_present, present
+from common.worker.ranks import Ranks, others_present, present
 from common.worker.threads import in_thread
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from common.config.deployment import Deployment
     from common.ids import Incarnation, Participant, RunId
     from common.registry.runs import RunLedger
+    from common.step.place import Place
     from common.worker.device import WorkerDevice
     from common.worker.messages import Configure
     from common.worker.work import Prepared, RunFactory, RunWork
@@ -48,7 +50,7 @@ class RunHolder:
         self._participant = participant
         self._incarnation = incarnation
         self._deployment = deployment
-        self._ranks = deployment.ranks(participant.service)
+        self.place = deployment.place(participant)
         self._ledger = ledger
         self._factory = factory
         self._device = device
@@ -104,16 +106,23 @@ class RunHolder:
             resume_from=ask.resume_from,
             engine_python=self._deployment.engine_python,
             governed=self._deployment.governed,
-            tensor=await self._join(ask) if self._ranks > 1 else None,
+            place=self.place,
+            joined=await self._join(ask) if self.has_collectives else None,
+            partners=self._deployment.partners,
             push=await self._join_push(ask) if self._pushes(ask) else None,
         )
         if self.context.governed and self._participant.service in BACKGROUND:
             self.governor = await _governor(self.context, self._deployment.governor_table)
         return await self._factory(self.context)
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether there are ranks that it has collectives with."""
+        return self._joining.world > 1
+
     def joins(self, ask: Configure) -> bool:
         """Whether it waits for other processes in `configure`, and makes communicators anew."""
-        return self._ranks > 1 or self._pushes(ask)
+        return self.has_collectives or self._pushes(ask)
 
     def _pushes(self, ask: Configure) -> bool:
         pushed = ask.recipe.training.schedule in OWN_WEIGHTS
@@ -121,25 +130,31 @@ class RunHolder:
 
     def others_have_come(self, ask: Configure) -> bool:
         """Whether another rank waits in `configure` for this one: it has no job left."""
-        rank = self._participant.rank
-        return others_present(self._rendezvous(ask), rank=rank, degree=self._ranks)
+        place = self._joining
+        return others_present(self._rendezvous(ask), rank=place.rank, degree=place.world)
+
+    @property
+    def _joining(self) -> Place:
+        """Its place among those: replicas meet in the update, which is the learner's."""
+        meets = self._participant.service is Service.LEARNER
+        return self.place if meets else self.place.in_replica
 
     def _rendezvous(self, ask: Configure) -> Path:
-        service = self._participant.service
-        return self._deployment.socket_dir / f"{service}-{ask.run_id}-{ask.epoch}.ranks"
+        first = self.place.rank - self._joining.rank
+        name = f"{self._participant.service}-{first}-{ask.run_id}-{ask.epoch}.ranks"
+        return self._deployment.socket_dir / name
 
-    async def _join(self, ask: Configure) -> TensorRanks:
-        rank, rendezvous = self._participant.rank, self._rendezvous(ask)
-        async with present(rendezvous, rank=rank, degree=self._ranks):
+    async def _join(self, ask: Configure) -> Ranks:
+        place, rendezvous = self._joining, self._rendezvous(ask)
+        async with present(rendezvous, rank=place.rank, degree=place.world):
             return await in_thread(
-                lambda: TensorRanks.join(
+                lambda: Ranks.join(
                     rendezvous,
-                    rank=rank,
-                    degree=self._ranks,
+                    place=place,
                     device=self._device.torch,
                     collective_timeout_s=ask.recipe.training.step_deadline_s,
                 ),
-                unwanted=TensorRanks.leave,
+                unwanted=Ranks.leave,
             )
 
     async def _join_push(self, ask: Configure) -> PushLink:
@@ -167,8 +182,8 @@ class RunHolder:
         finally:
             if context is not None and context.push is not None:
                 context.push.close()
-            if context is not None and context.tensor is not None:
-                context.tensor.leave()
+            if context is not None and context.joined is not None:
+                context.joined.leave()
 
     async def close(self) -> None:
         """Give up run and link. Idempotent."""

@@ -47,14 +47,17 @@ class LiveDecode:
 
     @classmethod
     async def open(cls, context: RunContext) -> LiveDecode:
-        """Create or attach to the run's; nothing decodes when the rollout has opened it."""
+        """Create or attach to the run's; nothing decodes when the rollout has opened it.
+
+        For the rank that decides of each service.
+        """
         spec = StorageSpec(
             tensors=(TensorSpec(name=_NAME, dtype=DType.INT64, shape=(_WORDS,)),),
             readers=tuple(context.peer(service) for service in BACKGROUND),
             writers=(context.peer(Service.ROLLOUT),),
             placement=Placement.HOST,
         )
-        name = context.storage_name(DECODE_STORAGE)
+        name = context.storage_name(DECODE_STORAGE, context.peer(Service.ROLLOUT).rank)
         storage = await context.broker.open_storage(context.run_id, name, create=spec)
         live = cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
         if storage.writable:

@@ -1,5 +1,7 @@
 """The optimizer's state as storages: contiguous ranges of the trainable weights, one a part.
 
+Of several replicas each has the state of a share of its weights, and nothing of the others'.
+
 Shapes: n elements of a part.
 """
 
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 from common.tensors.parts import part_names
 from common.tensors.spec import DType, Residency, TensorSpec
 from common.tensors.storage import StorageSpec
-from common.weights.cuts import cuts
+from common.weights.cuts import cuts, shares
 from common.worker.scope import dtype_name
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def optimizer_parts(
     """All parts, in the order of the weights; one at least."""
     dtype: DType = dtype_name(context.accumulator_dtype)
     residency = Residency.SPILLABLE if context.spills_optimizer else Residency.PINNED
-    ranges = optimizer_ranges(context, layout)
+    ranges = _ranges(context, layout, context.place.replica)
     parts = []
     names = part_names(context.storage_name(POLICY_OPTIMIZER), len(ranges))
     for name, elements in zip(names, ranges, strict=True):
@@ -64,18 +66,20 @@ def optimizer_parts(
 
 
 def optimizer_sizes(context: RunContext, layout: WeightLayout) -> list[int]:
-    """Bytes of each part's tensors."""
-    ranges = optimizer_ranges(context, layout)
+    """Bytes of each part's tensors, in the replica that has most."""
+    ranges = _ranges(context, layout, context.place.replicas - 1)
     return [_element_bytes(context) * (part.stop - part.start) for part in ranges]
 
 
-def optimizer_ranges(context: RunContext, layout: WeightLayout) -> tuple[slice, ...]:
-    """What of the flat trainable weights each part is for."""
-    return cuts(
-        layout.trainable_elements,
+def _ranges(context: RunContext, layout: WeightLayout, replica: int) -> list[slice]:
+    """What of the flat trainable weights each part of a replica is for."""
+    share = shares(layout.trainable_elements, context.place.replicas)[replica]
+    parts = cuts(
+        share.stop - share.start,
         element_bytes=_element_bytes(context),
         part_mib=context.recipe.training.optimizer_part_mib,
     )
+    return [slice(share.start + part.start, share.start + part.stop) for part in parts]
 
 
 def has_masters(context: RunContext) -> bool:

@@ -32,6 +32,10 @@ PUSHERS = (Service.LEARNER, Service.ROLLOUT)
 """The services that have such a link, by their rank in its group."""
 
 
+JOIN_TIMEOUT_S = 15.0
+"""Longest wait in `join` for a side that has said that it comes: it may have died since then."""
+
+
 class PushBroken(Unavailable):
     """The other side has left, or this side was closed."""
 
@@ -43,10 +47,13 @@ class PushLink:
         bucket_bytes: size of the pieces, less for the last one.
     """
 
-    def __init__(self, group: Any, *, rank: int, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, group: Any, *, rank: int, device: torch.device, bucket_bytes: int, timeout_s: float
+    ) -> None:
         self._group = group
         self._other = 1 - rank
         self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
         self.bucket_bytes = bucket_bytes
 
     @classmethod
@@ -65,16 +72,17 @@ class PushLink:
             rendezvous: a file that no earlier call has used, the same for both.
             rank: place of the service in `PUSHERS`.
             device: what lies on it is sent and received.
-            timeout_s: longest wait for the other side, now and later.
+            timeout_s: longest wait for the other side in a transfer.
         Raises: PushBroken if it does not come in time.
         """
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S)
         try:
             store = dist.FileStore(str(rendezvous), len(PUSHERS))
+            store.set_timeout(timeout)
             group = _group(store, rank, device, timeout)
         except RuntimeError as error:
             raise PushBroken(f"{rendezvous.name}: the other side has not come: {error}") from error
-        return cls(group, rank=rank, device=device, bucket_bytes=bucket_bytes)
+        return cls(group, rank=rank, device=device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
     def buckets(self, elements: int, dtype: torch.dtype) -> list[slice]:
         """How so many elements are cut."""
@@ -128,7 +136,7 @@ class PushLink:
         try:
             if group is None:
                 raise PushBroken("the link of learner and rollout was closed")
-            copied_aside(self._device, lambda: begin(group).wait())
+            copied_aside(self._device, lambda: begin(group).wait(self._timeout))
         except RuntimeError as error:
             raise PushBroken(f"learner or rollout has left the push: {error}") from error
         finally:

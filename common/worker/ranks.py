@@ -1,9 +1,13 @@
-"""The tensor-parallel ranks of one service, as one of its processes sees them.
+"""The ranks of a service that have collectives with each other, as one of its processes sees them.
+
+These are the tensor-parallel ranks of a replica, and, where the service's replicas meet, those of
+all replicas.
 
 Invariants:
-- All ranks issue the same collectives in the same order. Those of `mesh`, with `meet` and `agree`,
-  come from the compute thread, or from a checkpoint, which there is between two epochs only.
-  `all_true` and `all_equal` have a communicator of their own and come while a run is configured.
+- All ranks issue the same collectives in the same order. Those of `mesh` and `replicas`, with
+  `meet` and `agree`, come from the compute thread, or from a checkpoint, which there is between two
+  epochs only. `all_true` and `all_equal` have a communicator of their own and come while a run is
+  configured; so do the others then, where no compute thread is busy.
 - A configuration joins anew, whatever became of the ranks before it. A rank that waits in a
   collective for one that has ended an epoch does not come back, and ends its process.
 """
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from common.step.place import Place
+
 PRESENT_TIMEOUT_S = 30.0
 """Longest wait for the other ranks to be configured too."""
 AGREE_TIMEOUT_S = 120.0
@@ -52,10 +58,11 @@ class RanksAbsent(Unavailable):
 
 @asynccontextmanager
 async def present(rendezvous: Path, *, rank: int, degree: int) -> AsyncIterator[None]:
-    """Wait until every rank does the same, so that `TensorRanks.join` does not block for long.
+    """Wait until every rank does the same, so that `Ranks.join` does not block for long.
 
-    Args: as for `TensorRanks.join`, which belongs inside the block: no rank may leave it before all
-        have come. Each has a file of its own meanwhile, beside that one.
+    Args: rendezvous: as for `Ranks.join`, which belongs inside the block: no rank may leave it
+        before all have come. Each has a file of its own meanwhile, beside that one.
+        rank, degree: this one, of so many that join.
     Raises: RanksAbsent.
     """
     marks = _marks(rendezvous, degree)
@@ -80,38 +87,36 @@ def _marks(rendezvous: Path, degree: int) -> list[Path]:
     return [rendezvous.with_name(f"{rendezvous.name}.{one}") for one in range(degree)]
 
 
-class TensorRanks:
+class Ranks:
     """Joined ranks; valid until `leave`.
 
     Attributes:
-        mesh: of the service's ranks, with a communicator of its own.
+        mesh: of the tensor-parallel ranks of this replica, with a communicator of its own; None:
+            there is one.
+        replicas: of the ranks with the same part of the model, one a replica, likewise; None: no
+            other replica has joined.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh | None, replicas: DeviceMesh | None) -> None:
         self.mesh = mesh
-
-    @property
-    def degree(self) -> int:
-        """Number of ranks."""
-        return self.mesh.size()
+        self.replicas = replicas
 
     @classmethod
     def join(
         cls,
         rendezvous: Path,
         *,
-        rank: int,
-        degree: int,
+        place: Place,
         device: torch.device,
         collective_timeout_s: float,
-    ) -> TensorRanks:
+    ) -> Ranks:
         """Wait for the other ranks, which do the same; blocks.
 
         Args:
             rendezvous: a file that no earlier call has used, the same for all ranks; removed.
-            rank, degree: this rank, of so many.
+            place: of this rank among all that join.
             device: that this rank computes on; of a GPU each rank has another one.
-            collective_timeout_s: longest wait of a collective of `mesh`.
+            collective_timeout_s: longest wait of a collective of `mesh` and `replicas`.
         Raises: RuntimeError (`torch.distributed.DistError`) if one does not come in time.
         """
         # Ranks are of one node, and nothing of it is to be reached from outside.
@@ -122,20 +127,22 @@ class TensorRanks:
         dist.init_process_group(
             _BACKENDS[device.type],
             init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=degree,
+            rank=place.rank,
+            world_size=place.world,
             timeout=timedelta(seconds=AGREE_TIMEOUT_S),
         )
+        everyone = range(place.world)
+        groups = [everyone[first:][: place.degree] for first in everyone[:: place.degree]]
+        across = [everyone[first :: place.degree] for first in everyone[: place.degree]]
         try:
-            mesh = tensor_mesh(
-                [range(degree)], device_type=device.type, timeout_s=collective_timeout_s
-            )
+            mesh = _mesh(groups, device, timeout_s=collective_timeout_s)
+            replicas = _mesh(across, device, timeout_s=collective_timeout_s)
             dist.barrier()
         except BaseException:
             dist.destroy_process_group()
             raise
         rendezvous.unlink(missing_ok=True)
-        return cls(mesh)
+        return cls(mesh, replicas)
 
     def all_true(self, value: bool) -> bool:
         """Whether it is true on every rank; blocks until all have asked, as they are configured."""
@@ -147,23 +154,34 @@ class TensorRanks:
         return lowest == highest
 
     def agree(self, value: bool) -> bool:
-        """Whether it is true on every rank; blocks until all have asked, among those of `mesh`."""
-        return _extremes(int(value), self.mesh.get_group())[0] == 1
+        """Whether it is true on every rank of the replica; blocks until all have asked."""
+        return value if self.mesh is None else _extremes(int(value), self.mesh.get_group())[0] == 1
 
     def told(self, number: int) -> int:
-        """Rank 0's number, on every rank; blocks until it has said it, among those of `mesh`."""
+        """The number of the replica's first rank; blocks until it has said it."""
+        if self.mesh is None:
+            return number
         said = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(said, group=self.mesh.get_group(), group_src=0)
         return int(said)
 
     def meet(self) -> None:
-        """Block until all ranks have come here, among the collectives of `mesh`."""
-        dist.barrier(group=self.mesh.get_group())
+        """Block until all ranks of all replicas have come here."""
+        # Behind the first, the whole replica has come; behind the second, all replicas have.
+        for mesh in (self.mesh, self.replicas):
+            if mesh is not None:
+                dist.barrier(group=mesh.get_group())
 
     def leave(self) -> None:
         """Give the communicators up. Idempotent."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _mesh(groups: list[range], device: torch.device, *, timeout_s: float) -> DeviceMesh | None:
+    if len(groups[0]) == 1:
+        return None
+    return tensor_mesh(groups, device_type=device.type, timeout_s=timeout_s)
 
 
 def _extremes(number: int, group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def budget_is_short(
     """
     parts = optimizer_sizes(context, policy)
     optimizer = in_flight_bytes(parts) if context.spills_optimizer else sum(parts)
-    storages = context.degree * (
+    storages = context.place.world * (
         (policy.total_elements + reference.total_elements) * context.dtype.itemsize
         + policy.trainable_elements * context.accumulator_dtype.itemsize
         + optimizer
@@ -79,4 +79,4 @@ def budget_is_short(
 def _copies_bytes(context: RunContext, policy: WeightLayout, reference: WeightLayout) -> int:
     """Of everything that a run with spilled reference weights spills, on all ranks."""
     optimizer = sum(optimizer_sizes(context, policy)) if context.spills_optimizer else 0
-    return context.degree * (reference.total_elements * context.dtype.itemsize + optimizer)
+    return context.place.world * (reference.total_elements * context.dtype.itemsize + optimizer)

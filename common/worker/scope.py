@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from common.worker.device import WorkerDevice
     from common.worker.governor import Governor
     from common.worker.own_memory import OwnMemory
+    from common.worker.work import Held, HeldWeights
 
 INLINE_COPY_BYTES = 1 << 20
 """Larger copies into leases leave the event loop's thread."""
@@ -304,7 +305,7 @@ class StepScope:
         else:
             fill()
 
-    async def read(self, storage: Storage, version: WeightsVersion) -> Hold:
+    async def read(self, storage: HeldWeights[Held], version: WeightsVersion) -> Held:
         """Hold a version of a storage until it is given back, or until `close`."""
         hold = await storage.hold_read(version, timeout_s=HOLD_TIMEOUT_S)
         self.keep(hold)

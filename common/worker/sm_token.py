@@ -40,14 +40,14 @@ class SmToken:
 
     @classmethod
     async def open(cls, context: RunContext) -> SmToken:
-        """Create or attach to the run's."""
+        """Create or attach to the run's; for the rank that decides of each service."""
         spec = StorageSpec(
             tensors=(TensorSpec(name=_NAME, dtype=DType.INT64, shape=(1,)),),
             readers=(context.peer(Service.ROLLOUT),),
             writers=tuple(context.peer(service) for service in BACKGROUND),
             placement=Placement.HOST,
         )
-        name = context.storage_name(TOKEN_STORAGE)
+        name = context.storage_name(TOKEN_STORAGE, context.peer(Service.ROLLOUT).rank)
         storage = await context.broker.open_storage(context.run_id, name, create=spec)
         return cls(storage.buffer(_NAME).cast("B").cast("q"), storage)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.ids import Participant, WeightsVersion
+from common.ids import Participant, Service, WeightsVersion
 from common.tensors.spec import Residency, TensorSpec
 from common.tensors.storage import Storage, StorageSpec
 from common.tensors.views import tensor_view
@@ -18,18 +18,20 @@ from common.vlm.checkpoint import load_checkpoint
 from common.vlm.kernels import split_model
 from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
 from common.vlm.parallel.model import config_shape, parallel_model
+from common.vlm.parallel.pieces import pieces
 from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.random_weights import fill_random
-from common.weights.binding import bind_parameters
+from common.weights.binding import bind_parameters, bind_tensors
 from common.worker.scope import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from transformers import Qwen2_5_VLConfig
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     from common.vlm.model import SplitModel
+    from common.vlm.parallel.pieces import Piece
     from common.vlm.parallel.shards import Shard
     from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
@@ -60,6 +62,9 @@ class ModelShape:
     """Of the model without tensor parallelism."""
     parts: Mapping[str, Shard] | None
     """This rank's part of every parameter; None: it is the only rank."""
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """The same in pieces that ranks of training and of the rollout have in common, by parameter,
+    tied ones under each of their names; empty: both have one rank."""
     suppressed: torch.Tensor
     """[n] int64 ids that are never sampled."""
 
@@ -70,7 +75,7 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
     whole = _layout(context, config, train_vision=train_vision)
     layout, parts = whole, None
     if context.degree > 1:
-        place = {"rank": context.participant.rank, "degree": context.degree}
+        place = {"rank": context.place.tensor_rank, "degree": context.degree}
         parts = shards(whole, config_shape(config), **place)
         layout = rank_layout(whole, parts, **place)
     return ModelShape(
@@ -78,10 +83,25 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
         layout=layout,
         whole=whole,
         parts=parts,
+        pieces=_pieces(context, whole, config),
         suppressed=torch.tensor(
             suppressed_token_ids(config), dtype=torch.int64, device=context.device
         ),
     )
+
+
+def _pieces(
+    context: RunContext, whole: WeightLayout, config: Qwen2_5_VLConfig
+) -> dict[str, tuple[Piece, ...]]:
+    shape, rolls_out = config_shape(config), context.participant.service is Service.ROLLOUT
+    other = Service.LEARNER if rolls_out else Service.ROLLOUT
+    degree = context.partners.count(other)
+    if degree == context.degree == 1:
+        return {}
+    own = shards(whole, shape, rank=context.place.tensor_rank, degree=context.degree)
+    others = [shards(whole, shape, rank=rank, degree=degree) for rank in range(degree)]
+    found = {name: tuple(pieces(own[name], (one[name] for one in others))) for name in own}
+    return found | {name: found[entry] for name, entry in whole.aliases.items()}
 
 
 def policy_shape(context: RunContext) -> ModelShape:
@@ -146,8 +166,30 @@ def shared_model(
     """
     model = empty_model(shape.config, device=context.device, dtype=context.dtype)
     flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
-    split = None
-    if context.tensor is not None:
-        split = parallel_model(model, context.tensor.mesh)
+    split = _split_over_ranks(context, model)
     bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
     return split or split_model(model, context.recipe.model.kernels)
+
+
+def resharded_model(
+    context: RunContext, shape: ModelShape, weights: Mapping[str, torch.Tensor]
+) -> SplitModel:
+    """The model whose parameters are these tensors; nothing of it trains.
+
+    Args: weights: this rank's part of each parameter, by name.
+    Raises: MissingWeight naming every parameter that has none.
+    """
+    model = empty_model(shape.config, device=context.device, dtype=context.dtype)
+    split = _split_over_ranks(context, model)
+    bind_tensors(model, shape.layout, weights, {})
+    return split or split_model(model, context.recipe.model.kernels)
+
+
+def _split_over_ranks(
+    context: RunContext, model: Qwen2_5_VLForConditionalGeneration
+) -> SplitModel | None:
+    """Before its parameters are bound; None: there is one rank."""
+    mesh = None if context.joined is None else context.joined.mesh
+    if mesh is None:
+        return None
+    return parallel_model(model, mesh, kernels=context.recipe.model.kernels)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from types import TracebackType
 
     from common.events.bodies import ModelRole
     from common.ids import Epoch, GroupId, WeightsVersion
     from common.step.machine import Lane
     from common.step.tasks import Task
-    from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
+    from common.vlm.parallel.pieces import Piece
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
 
@@ -29,15 +30,50 @@ class Prepared:
     """For people and metrics, such as the number of parameters."""
 
 
+class HeldRead(Protocol):
+    """A right to read, as `common.tensors.storage.Hold` has it."""
+
+    def release(self) -> None:
+        """Let go. Any thread; idempotent."""
+
+    def __enter__(self) -> Self:
+        """Released at the end of the block."""
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let go."""
+
+
+Held = TypeVar("Held", bound=HeldRead, covariant=True)
+
+
+class HeldWeights(Protocol[Held]):
+    """Weights that have versions: a storage, or several with what is made of them."""
+
+    async def hold_read(
+        self, version: WeightsVersion, *, timeout_s: float = 60.0, passing: bool = False
+    ) -> Held:
+        """As `Storage.hold_read`."""
+
+    def park_again(self) -> None:
+        """As `Storage.park_again`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadWeights:
     """Weights that a worker reads."""
 
     role: ModelRole
-    storage: Storage
+    storage: HeldWeights[HeldRead]
     """What has to be held while they are read."""
     model: SplitModel
     """Whose parameters they are."""
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    """Of `ModelShape`; of parameters that are not there, there is one piece."""
 
 
 class StepWork(Protocol):

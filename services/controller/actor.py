@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.actor import Actor, TaskCancelled, TaskEnded
 from common.errors import FailedPrecondition, NotFound, RollplexError, Stale
+from common.ids import Participant, Service
 from services.controller import instructions as do
 from services.controller import messages as got
 from services.controller.feed import RunFeed
@@ -239,7 +240,8 @@ class ControllerActor(Actor[Message]):
             recipe,
             train_rows=record.train_rows,
             eval_rows=record.eval_rows,
-            ranks=self._deployment.train_tp,
+            place=self._deployment.place(Participant(service=Service.LEARNER)),
+            partners=self._deployment.partners,
         )
         self._machines[record.run_id] = RunMachine(
             record, settings, self._config.failures, message.history

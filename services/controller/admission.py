@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidArgument, RollplexError
-from common.ids import RunId
+from common.ids import Participant, RunId, Service
 from protos.rollplex.v1 import broker_pb2
 from services.controller.files import check_run_dir, prepare_run_dir
 from services.controller.preflight import check_recipe
@@ -64,8 +64,14 @@ class Admission:
         run_folder = self._run_dir(run_id, run_dir)
         check_run_dir(run_folder)
         check_ranks(recipe, self._deployment)
-        device, ranks = self._deployment.device, self._deployment.train_tp
-        check_room(recipe, await self._ledger(), device=device, ranks=ranks)
+        deployment = self._deployment
+        check_room(
+            recipe,
+            await self._ledger(),
+            device=deployment.device,
+            place=deployment.place(Participant(service=Service.LEARNER)),
+            rollout_ranks=deployment.rollout_tp,
+        )
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:
             file = Path(folder) / "recipe.json"

@@ -12,9 +12,14 @@ from common.step.view import StepView
 from services.controller.graph_tally import GraphTally
 from services.controller.move_tally import MoveTally
 from services.controller.record import SpanRecord, StepRecord
+from services.controller.refresh_tally import RefreshTally
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+
+    from common.step.partners import Partners
+    from common.step.place import Place
+    from services.controller.plans import RunSettings
 
 WINDOW_TASK = "window"
 """`task` of the timeline lines that show the decode window."""
@@ -38,20 +43,44 @@ class StepObserver:
     """
 
     def __init__(
-        self, plan: StepPlan, *, needs_reference: bool, late: MoveTally | None = None
+        self,
+        plan: StepPlan,
+        *,
+        needs_reference: bool,
+        place: Place | None = None,
+        partners: Partners | None = None,
+        late: MoveTally | None = None,
     ) -> None:
-        """Args: late: moves of the step before that end now; others may still add to it."""
-        self.view = StepView(plan, needs_reference=needs_reference)
+        """Args:
+        place: of the rank of training that speaks for all; None: the only one.
+        partners: the ranks of all services; None: as many as `place` says.
+        late: moves of the step before that end now; others may still add to it.
+        """
+        self.view = StepView(
+            plan, needs_reference=needs_reference, place=place, partners=partners, whole=True
+        )
         self.began_ns: int | None = None
         self._ended_ns: int | None = None
         self._spans: list[tuple[Event, WorkSpan]] = []
-        self._windows: list[Span] = []
-        self._admissions: list[Span] = []
-        self._window_start_ns: int | None = None
+        self._windows: list[tuple[int, Span]] = []
+        self._admissions: list[tuple[int, Span]] = []
+        self._window_starts_ns: dict[int, int] = {}
         self._seen: set[str] = set()
         self._graphs = GraphTally()
         self._moves = MoveTally(plan)
         self._late = late or MoveTally(None)
+        self._refreshes = RefreshTally()
+
+    @classmethod
+    def of(cls, settings: RunSettings, plan: StepPlan, *, late: MoveTally | None) -> StepObserver:
+        """Of a run's step."""
+        return cls(
+            plan,
+            needs_reference=settings.needs_reference,
+            place=settings.place,
+            partners=settings.partners,
+            late=late,
+        )
 
     @property
     def finished(self) -> bool:
@@ -79,20 +108,23 @@ class StepObserver:
         self._seen.add(event.event_id)
         self._graphs.apply(event)
         self._moves.apply(event)
+        self._refreshes.apply(event)
         if event.work is not None and not isinstance(event.body, _WINDOW_EDGES):
             self._spans.append((event, event.work))
         match event.body:
             case bodies.StepBegan():
                 self.began_ns = received_ns
             case bodies.WindowOpened():
-                self._window_start_ns = event.work.end_ns if event.work else received_ns
+                start_ns = event.work.end_ns if event.work else received_ns
+                self._window_starts_ns[event.sender.rank] = start_ns
                 if event.work is not None and event.work.start_ns < event.work.end_ns:
-                    self._admissions.append((event.work.start_ns, event.work.end_ns))
+                    admission = (event.work.start_ns, event.work.end_ns)
+                    self._admissions.append((event.sender.rank, admission))
             case bodies.WindowClosed():
                 end_ns = event.work.end_ns if event.work else received_ns
-                if self._window_start_ns is not None:
-                    self._windows.append((self._window_start_ns, end_ns))
-                self._window_start_ns = None
+                opened_ns = self._window_starts_ns.pop(event.sender.rank, None)
+                if opened_ns is not None:
+                    self._windows.append((event.sender.rank, (opened_ns, end_ns)))
             case _:
                 pass
         if self.view.finished and self._ended_ns is None:
@@ -112,6 +144,7 @@ class StepObserver:
             **self._rollout_metrics(wall_s),
             **self._time_metrics(),
             **self._moves.metrics(self._late),
+            **self._refreshes.metrics(),
         }
         if plan.mode is StepMode.TRAIN:
             metrics |= self._graphs.metrics()
@@ -144,9 +177,10 @@ class StepObserver:
             )
             for event, span in self._spans
         ]
-        rollout = Participant(service=Service.ROLLOUT)
-        rows += [_span_record(plan, None, WINDOW_TASK, rollout, span) for span in self._windows]
-        rows += [_span_record(plan, None, ADMIT_TASK, rollout, span) for span in self._admissions]
+        for task, spans in ((WINDOW_TASK, self._windows), (ADMIT_TASK, self._admissions)):
+            for rank, span in spans:
+                rollout = Participant(service=Service.ROLLOUT, rank=rank)
+                rows.append(_span_record(plan, None, task, rollout, span))
         return tuple(sorted(rows, key=lambda row: (row.start_ns, row.end_ns, row.task)))
 
     def _wall_s(self) -> float:
@@ -185,24 +219,41 @@ class StepObserver:
         slowdown = governed_slowdown([span for _, span in self._spans])
         if slowdown is not None:
             metrics["governed_decode_slowdown"] = slowdown
-        metrics["time_admit_s"] = covered_ns(self._admissions) / _NS_PER_S
-        metrics["window_s"] = sum(end - start for start, end in self._windows) / _NS_PER_S
-        prefixes = [(s.start_ns, s.end_ns) for _, s in self._spans if s.task in _PREFIX_TASKS]
-        # The window cannot open before the first group's vision is encoded: that one never hides.
-        first = min((g.group for g in self.view.living), default=None)
-        vision = [
-            (s.start_ns, s.end_ns)
-            for event, s in self._spans
-            if s.task in _VISION_TASKS and event.group != first
-        ]
+        metrics["time_admit_s"] = covered_ns([span for _, span in self._admissions]) / _NS_PER_S
+        metrics["window_s"] = covered_ns([span for _, span in self._windows]) / _NS_PER_S
+        return metrics | self._overlap_metrics()
+
+    def _overlap_metrics(self) -> dict[str, float]:
+        """What of the work lies in windows of its own replica."""
+        degree = self.view.place.degree
+        windows = [(rank // degree, span) for rank, span in self._windows]
+        prefixes = self._by_replica(_PREFIX_TASKS)
+        first: dict[int, int] = {}
+        for planned in self.view.plan.groups:
+            if self.view.groups[planned.group].alive:
+                first.setdefault(planned.replica, planned.group)
+        # No window can open before its first group's vision is encoded: that one never hides.
+        vision = self._by_replica(_VISION_TASKS, without=first.values())
+        metrics: dict[str, float] = {}
         for name, spans in (
             ("prefix_overlap_fraction", prefixes),
             ("hidden_fraction", prefixes + vision),
         ):
-            share = overlap_fraction(spans, self._windows)
+            share = overlap_fraction(spans, windows)
             if share is not None:
                 metrics[name] = share
         return metrics
+
+    def _by_replica(
+        self, tasks: frozenset[Task], *, without: Collection[int] = ()
+    ) -> list[tuple[int, Span]]:
+        """Spans of some tasks, but for those of some groups, with their replica's number."""
+        degree = self.view.place.degree
+        return [
+            (event.sender.rank // degree, (span.start_ns, span.end_ns))
+            for event, span in self._spans
+            if span.task in tasks and event.group not in without
+        ]
 
     def _learner_metrics(self) -> dict[str, float]:
         return dict(self.view.published.metrics) if self.view.published else {}
@@ -214,18 +265,23 @@ class StepObserver:
         return (min(starts) - update_end_ns) / _NS_PER_S
 
 
-def overlap_fraction(spans: Sequence[Span], windows: Sequence[Span]) -> float | None:
-    """Share of the spans' total time that lies inside the windows, which must not overlap.
+def overlap_fraction(
+    spans: Sequence[tuple[int, Span]], windows: Sequence[tuple[int, Span]]
+) -> float | None:
+    """Share of the spans' total time that lies inside windows of the same replica.
 
+    Args:
+        spans, windows: each with the number of its replica, whose windows must not overlap.
     Returns: 0 to 1; None where the spans have no length.
     """
-    total = sum(end - start for start, end in spans)
+    total = sum(end - start for _, (start, end) in spans)
     if total <= 0:
         return None
     inside = sum(
         max(0, min(end, closed) - max(start, opened))
-        for start, end in spans
-        for opened, closed in windows
+        for replica, (start, end) in spans
+        for other, (opened, closed) in windows
+        if replica == other
     )
     return inside / total
 

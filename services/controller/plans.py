@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
 from common.step.plan import EVAL_SPLIT, TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
 from common.step.schedule import OWN_WEIGHTS, Schedule
+
+if TYPE_CHECKING:
+    from common.step.partners import Partners
+    from common.step.place import Place
 
 SampleOrder = Callable[[StepIndex], Sequence[int]]
 """Rows of the training set that a step uses, in group order."""
@@ -27,7 +32,8 @@ class RunSettings:
         step_deadline_s: for one training step of `prompts_per_step` groups.
         replay_dir: recorded responses, fed to training steps instead of sampling; None: sample.
         ahead: whether plans name the groups of what comes next.
-        ranks: tensor-parallel ranks of each service that computes.
+        place: of the rank of training that speaks for all.
+        partners: the ranks of all services; None: as many as `place` says.
     """
 
     steps: int
@@ -43,8 +49,9 @@ class RunSettings:
     step_deadline_s: float
     replay_dir: str | None
     ahead: bool
-    ranks: int
+    place: Place
     order: SampleOrder
+    partners: Partners | None = None
 
     def eval_due(self, version: int, first_version: int) -> bool:
         """Whether the weights of this version are to be evaluated."""
@@ -113,14 +120,19 @@ class RunSettings:
         return () if version >= self.steps else self._train_groups(StepIndex(version))
 
     def _train_groups(self, step: StepIndex) -> tuple[PlannedGroup, ...]:
-        return _groups(TRAIN_SPLIT, self.order(step))
+        return self._groups(TRAIN_SPLIT, self.order(step))
 
     def _eval_groups(self) -> tuple[PlannedGroup, ...]:
-        return _groups(EVAL_SPLIT, range(self.eval_rows))
+        return self._groups(EVAL_SPLIT, range(self.eval_rows))
 
-
-def _groups(split: str, samples: Sequence[int]) -> tuple[PlannedGroup, ...]:
-    return tuple(
-        PlannedGroup(group=GroupId(index), split=split, sample=sample)
-        for index, sample in enumerate(samples)
-    )
+    def _groups(self, split: str, samples: Sequence[int]) -> tuple[PlannedGroup, ...]:
+        """In turn to each replica."""
+        return tuple(
+            PlannedGroup(
+                group=GroupId(index),
+                split=split,
+                sample=sample,
+                replica=index % self.place.replicas,
+            )
+            for index, sample in enumerate(samples)
+        )

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
 from common.errors import InvalidArgument
-from common.step.schedule import OWN_WEIGHTS
+from common.ids import Service
+from common.layouts.heads import nested_heads
+from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE, Schedule
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
 
@@ -16,34 +18,87 @@ if TYPE_CHECKING:
 
 
 def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
-    """Check what sets of GPUs, the engine and the degree ask of a recipe.
+    """Check what sets of GPUs, the engine and the degrees ask of a recipe.
 
     Raises:
         InvalidArgument: names key, value and what is legal; DegreeInvalid for the model's sizes.
     """
     if deployment.device == "cuda":
         _check_gpus(recipe, deployment)
-    degree = deployment.train_tp
-    if recipe.rollout.engine is EngineName.SGLANG and deployment.engine_python is None:
+    _check_engine(recipe, deployment)
+    _check_replicas(recipe, deployment)
+    train, rollout = deployment.train_tp, deployment.rollout_tp
+    if train == rollout == 1:
+        return
+    here = f"on a node with train_tp = {train} and rollout_tp = {rollout}"
+    if recipe.reward.on_error == "drop_group":
+        raise InvalidArgument(
+            f'reward.on_error = "drop_group" {here}: ranks cannot drop a group that they work on; '
+            'legal are "default" and "stop"'
+        )
+    shape = read_shape(str(recipe.model.path))
+    check_degree(shape, train)
+    check_degree(shape, rollout)
+    if recipe.model.reference_path is not None:
+        check_degree(read_shape(str(recipe.model.reference_path)), train)
+    _check_schedule(recipe.training.schedule, shape.kv_heads, deployment, here)
+
+
+def _check_schedule(schedule: Schedule, kv_heads: int, deployment: Deployment, here: str) -> None:
+    """Args: kv_heads: of the model. here: the node, for messages."""
+    legal = '"serial", "rollplex"'
+    if schedule in OWN_WEIGHTS and deployment.train_tp != deployment.rollout_tp:
+        raise InvalidArgument(
+            f'training.schedule = "{schedule}" {here}: weights are pushed from rank to rank; legal '
+            f"are {legal}, or equal degrees"
+        )
+    if schedule in PREFILL_FROM_LEASE and not _nests(kv_heads, deployment):
+        raise InvalidArgument(
+            f'training.schedule = "{schedule}" {here}: its rollout begins from the K/V of one rank '
+            f"of training, and of {kv_heads} key/value heads a rank of the rollout has some that "
+            f"this one lacks; legal are {legal}, or a rollout_tp that is a multiple of train_tp"
+        )
+
+
+def _nests(kv_heads: int, deployment: Deployment) -> bool:
+    """Whether each rank of the rollout has key/value heads of the one rank that it reads only."""
+    partners = deployment.partners
+    return all(
+        nested_heads(
+            kv_heads,
+            reader=partners.cut(one),
+            holder=partners.cut(partners.partner(one, Service.PREFIX_ENCODER)),
+        )
+        is not None
+        for one in partners.all(Service.ROLLOUT)
+    )
+
+
+def _check_engine(recipe: Recipe, deployment: Deployment) -> None:
+    if recipe.rollout.engine is not EngineName.SGLANG:
+        return
+    if deployment.engine_python is None:
         raise InvalidArgument(
             'rollout.engine = "sglang" on a node without engine_python: SGLang has an environment '
             "of its own; name its interpreter there (docs/sglang.md)"
         )
-    if degree == 1:
-        return
-    if recipe.reward.on_error == "drop_group":
+    for name in ("train_tp", "rollout_tp", "dp"):
+        value = getattr(deployment, name)
+        if value > 1:
+            raise InvalidArgument(
+                f'rollout.engine = "sglang" on a node with {name} = {value}: SGLang is run with '
+                'one rank; legal is "native"'
+            )
+
+
+def _check_replicas(recipe: Recipe, deployment: Deployment) -> None:
+    """A rank of the learner pushes what it updates, which with replicas is a share."""
+    schedule = recipe.training.schedule
+    if deployment.dp > 1 and schedule in OWN_WEIGHTS:
         raise InvalidArgument(
-            'reward.on_error = "drop_group" on a node with train_tp = '
-            f"{degree}: ranks cannot drop a group that they work on; legal are "
-            '"default" and "stop"'
+            f'training.schedule = "{schedule}" on a node with dp = {deployment.dp}: weights are '
+            "pushed by one replica only; set dp = 1 (deployment), or another schedule"
         )
-    if recipe.rollout.engine is EngineName.SGLANG:
-        raise InvalidArgument(
-            f'rollout.engine = "sglang" on a node with train_tp = {degree}: SGLang is run without '
-            'tensor parallelism; legal is "native"'
-        )
-    for path in {recipe.model.path, recipe.model.reference_path or recipe.model.path}:
-        check_degree(read_shape(str(path)), degree)
 
 
 def _check_gpus(recipe: Recipe, deployment: Deployment) -> None:

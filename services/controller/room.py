@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.layouts.node import node_plan, rollout_sharing
 from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
+from common.vlm.shape import read_shape
 from common.weights.cuts import cuts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
+    from common.step.place import Place
     from protos.rollplex.v1.broker_pb2 import Ledger
 
 _COMPUTE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -63,14 +66,18 @@ def count_elements(model_path: Path, *, key: str) -> Elements:
     return Elements(language=language, vision=vision)
 
 
-def needed_bytes(recipe: Recipe, *, device: str, ranks: int) -> dict[str, int]:
+def needed_bytes(
+    recipe: Recipe, *, device: str, place: Place, rollout_ranks: int | None = None
+) -> dict[str, int]:
     """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
 
     Of several ranks they are those of all, but for what each has of tensors that are not split.
+    Each replica has weights and gradients of its own, and a share of the optimizer's state.
 
     Args:
         device: of the deployment, which the recipe may leave to decide what is spilled.
-        ranks: of the node, which share its arena.
+        place: of any rank of training on the node, whose ranks share its arena.
+        rollout_ranks: of a replica of the rollout; None: as many as of training.
     Raises:
         InvalidArgument: a model folder cannot be read.
     """
@@ -87,14 +94,24 @@ def needed_bytes(recipe: Recipe, *, device: str, ranks: int) -> dict[str, int]:
     # A master copy apart from the weights is needed only where the dtypes differ.
     state = master * (2 if compute == master else 3)
     needed = {
-        "policy.weights": policy.total * compute,
-        "policy.optimizer": _optimizer_bytes(recipe, trainable, state, device=device, ranks=ranks),
-        "policy.gradients": trainable * master,
+        "policy.weights": place.replicas * policy.total * compute,
+        "policy.optimizer": _optimizer_bytes(
+            recipe, trainable, state, device=device, ranks=place.world
+        ),
+        "policy.gradients": place.replicas * trainable * master,
     }
     if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
         needed["rollout.weights"] = policy.total * compute
     if recipe.needs_reference:
-        needed["reference.weights"] = reference.total * compute
+        needed["reference.weights"] = place.replicas * reference.total * compute
+    if rollout_ranks is not None and rollout_ranks != place.degree:
+        shape = read_shape(str(recipe.model.path))
+        plan = node_plan(
+            shape, train_tp=place.degree, rollout_tp=rollout_ranks, element_bytes=compute
+        )
+        needed["rollout.weights"] = sum(
+            rollout_sharing(plan, rank).rebuild_bytes for rank in range(rollout_ranks)
+        )
     return needed
 
 
@@ -110,10 +127,12 @@ def _optimizer_bytes(
     return ranks * in_flight_bytes([element_bytes * (part.stop - part.start) for part in ranges])
 
 
-def check_room(recipe: Recipe, ledger: Ledger, *, device: str, ranks: int) -> None:
+def check_room(
+    recipe: Recipe, ledger: Ledger, *, device: str, place: Place, rollout_ranks: int | None = None
+) -> None:
     """Refuse a run whose run-scoped storages alone are larger than the arena.
 
-    Args: device, ranks: of the deployment.
+    Args: device, place, rollout_ranks: as for `needed_bytes`.
 
     With random weights there are no headers to read; the broker itself refuses storages that do
     not fit.
@@ -124,7 +143,7 @@ def check_room(recipe: Recipe, ledger: Ledger, *, device: str, ranks: int) -> No
     """
     if recipe.model.weights == "random":
         return
-    needed = needed_bytes(recipe, device=device, ranks=ranks)
+    needed = needed_bytes(recipe, device=device, place=place, rollout_ranks=rollout_ranks)
     total = sum(needed.values())
     if total <= ledger.capacity_bytes:
         return

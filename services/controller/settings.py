@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.ids import StepIndex
+    from common.step.partners import Partners
+    from common.step.place import Place
 
 RESPONSES_FOLDER = "responses"
 """Where the rollout keeps a run's recorded responses, inside the run's folder."""
@@ -33,10 +35,17 @@ def read_recipe(recipe_json: str) -> Recipe:
     return check(Recipe, tree, source="the request")
 
 
-def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int, ranks: int) -> RunSettings:
+def run_settings(
+    recipe: Recipe,
+    *,
+    train_rows: int,
+    eval_rows: int,
+    place: Place,
+    partners: Partners | None = None,
+) -> RunSettings:
     """Args:
     train_rows, eval_rows: length of the data sets; `eval_rows` 0: there is none.
-    ranks: of the node.
+    place, partners: as in `RunSettings`.
     """
     training = recipe.training
     return RunSettings(
@@ -53,7 +62,8 @@ def run_settings(recipe: Recipe, *, train_rows: int, eval_rows: int, ranks: int)
         step_deadline_s=training.step_deadline_s,
         replay_dir=_replay_dir(training.replay_from),
         ahead=training.ahead,
-        ranks=ranks,
+        place=place,
+        partners=partners,
         order=partial(_order, recipe.seed, training.prompts_per_step, train_rows),
     )
 

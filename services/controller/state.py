@@ -231,8 +231,7 @@ class RunMachine:
         )
         plan: StepPlan = make(run_id, step, epoch)
         self._go(Phase.BEGINNING, f"epoch {epoch}", self.settings.deadline_s(plan))
-        needs_reference = self.settings.needs_reference
-        self.observer = StepObserver(plan, needs_reference=needs_reference, late=self._late)
+        self.observer = StepObserver.of(self.settings, plan, late=self._late)
         self._do(do.BeginStep(ticket=self._ticket, plan=plan))
 
     def _configured(self, message: got.WorkersConfigured) -> None:
@@ -288,7 +287,7 @@ class RunMachine:
         cause = f"{message.what}: {message.message}"
         if self.phase is Phase.CHECKPOINTING and not message.retryable and self._requests:
             self._answer(error=cause)
-            if self.settings.ranks == 1:
+            if self.settings.place.world == 1:
                 self._advance()
             else:
                 self._note(f"the ranks are configured anew: {cause}")

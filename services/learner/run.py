@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
+    from services.learner.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ class LearnerRun:
         self.shadow = HostShadow(
             context.run_dir / "shadow",
             storages.state,
-            rank=context.participant.rank,
-            degree=context.degree,
+            place=context.place,
         )
         self.sharding = Sharding.of(context, shape)
         self.checkpoints = CheckpointStore(
@@ -64,6 +64,11 @@ class LearnerRun:
         )
         self.nonfinite_in_a_row = 0
         self._version: WeightsVersion | None = None
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """That the trainable state is shared among; None: there is one."""
+        return None if self.sharding is None else self.sharding.replicas
 
     @classmethod
     async def create(cls, context: RunContext) -> LearnerRun:
@@ -97,7 +102,12 @@ class LearnerRun:
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's."""
         return (
-            ReadWeights(role=ModelRole.POLICY, storage=self.storages.weights, model=self.model),
+            ReadWeights(
+                role=ModelRole.POLICY,
+                storage=self.storages.weights,
+                model=self.model,
+                pieces=self.shape.pieces,
+            ),
         )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
@@ -116,13 +126,13 @@ class LearnerRun:
                 await storages.read_parts(version, draft.write)
         keep = recipe.training.keep_checkpoints
         path = await in_thread(partial(self.checkpoints.commit, version, draft, keep=keep))
-        if self.context.leads:
+        if self.context.speaks_for_all:
             record = DurableRecord(
                 kind="checkpoint", version=version, location=str(path), epoch=epoch
             )
             await self.context.ledger.commit_durable(self.context.run_id, record)
-        if self.context.tensor is not None:
-            await in_thread(self.context.tensor.meet)
+        if self.context.joined is not None:
+            await in_thread(self.context.joined.meet)
         return path, version
 
     def published(self, version: WeightsVersion) -> None:
@@ -144,11 +154,11 @@ class LearnerRun:
 
     async def _whole_version(self) -> WeightsVersion | None:
         """The version that the storages of all ranks hold; None: they differ, or one is torn."""
-        version, tensor = await self.storages.whole_version(), self.context.tensor
-        if tensor is None:
+        version, joined = await self.storages.whole_version(), self.context.joined
+        if joined is None:
             return version
         number = -1 if version is None else version
-        return version if await in_thread(lambda: tensor.all_equal(number)) else None
+        return version if await in_thread(lambda: joined.all_equal(number)) else None
 
     async def _restore(self) -> WeightsVersion:
         records = await self.context.ledger.durable(self.context.run_id)
@@ -197,17 +207,23 @@ class LearnerRun:
 
         Raises: NotFound or CheckpointInvalid of this rank; NotFound where it is another one's.
         """
-        failure: NotFound | CheckpointInvalid | None = None
+        joined, agreed = self.context.joined, False
+
+        def complete() -> None:
+            """Go on if all ranks have come so far, and have what other replicas have filled."""
+            nonlocal agreed
+            agreed = True
+            if joined is not None and not joined.all_true(True):
+                raise NotFound("another rank of the learner has no such copy")
+            if self.replicas is not None:
+                self.replicas.gather(self.storages.state.trainable_weights)
+
         try:
-            await self.storages.rewrite(version, fill_weights, fill_part)
-        except (NotFound, CheckpointInvalid) as error:
-            failure = error
-        tensor = self.context.tensor
-        everywhere = tensor is None or await in_thread(partial(tensor.all_true, failure is None))
-        if failure is not None:
-            raise failure
-        if not everywhere:
-            raise NotFound("another rank of the learner has no such copy")
+            await self.storages.rewrite(version, fill_weights, fill_part, complete)
+        except (NotFound, CheckpointInvalid):
+            if joined is not None and not agreed:
+                await in_thread(partial(joined.all_true, False))
+            raise
 
     def _load_model(self) -> None:
         context, state = self.context, self.storages.state

@@ -5,7 +5,7 @@ committed. So whenever a process dies, what the record names is whole or gone, a
 version. The slots are files of the run's folder; what protects them is the kernel's page cache, as
 a process's death does not touch it.
 
-Shapes: Et trainable elements of this rank.
+Shapes: Es elements that this rank updates.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from common.ids import WeightsVersion
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from common.step.place import Place
     from services.learner.training_state import StatePart, TrainingState
 
 
 class HostShadow:
     """The slots of one rank."""
 
-    def __init__(self, folder: Path, state: TrainingState, *, rank: int, degree: int = 1) -> None:
+    def __init__(self, folder: Path, state: TrainingState, *, place: Place) -> None:
         self._folder = folder
-        self._elements = state.layout.trainable_elements
+        self._own = state.own
+        self._elements = state.own.stop - state.own.start
         self._dtype = state.dtype
-        self._degree = degree
-        self._prefix = f"rank{rank}of{degree}-"
+        replicas = "" if place.replicas == 1 else f"x{place.replicas}"
+        self._ranks = f"of{place.degree}{replicas}-"
+        self._prefix = f"rank{place.rank}{self._ranks}"
         self._draft = f"{self._prefix}draft"
 
     def slot_name(self, version: WeightsVersion) -> str:
@@ -47,8 +50,8 @@ class HostShadow:
         draft = self._folder / self._draft
         kept = self._folder / self.slot_name(WeightsVersion(version - 1))
         for path in sorted(self._folder.glob("rank*of*-*")):
-            if f"of{self._degree}-" not in path.name:
-                path.unlink(missing_ok=True)  # of another degree, in which nobody saves now
+            if self._ranks not in path.name:
+                path.unlink(missing_ok=True)  # of other ranks, in which nobody saves now
             elif not path.name.startswith(self._prefix) or path in (draft, kept):
                 continue
             elif draft.exists():
@@ -61,8 +64,9 @@ class HostShadow:
     def save(self, part: StatePart) -> None:
         """Write masters and moments of a part into the draft."""
         draft = self._map(self._draft, create=True)
-        draft[0, part.elements].copy_(part.masters)
-        draft[1:, part.elements].copy_(part.moments)
+        elements = self._place_of(part)
+        draft[0, elements].copy_(part.masters)
+        draft[1:, elements].copy_(part.moments)
 
     def finish(self, version: WeightsVersion) -> None:
         """The draft has all parts: it is the version's slot from now on."""
@@ -85,16 +89,20 @@ class HostShadow:
         """
         self.check(name)
         slot = self._map(name, create=False)
-        part.masters.copy_(slot[0, part.elements])
-        part.moments.copy_(slot[1:, part.elements])
+        elements = self._place_of(part)
+        part.masters.copy_(slot[0, elements])
+        part.moments.copy_(slot[1:, elements])
         part.cast()
+
+    def _place_of(self, part: StatePart) -> slice:
+        return slice(part.elements.start - self._own.start, part.elements.stop - self._own.start)
 
     @property
     def _size_bytes(self) -> int:
         return 3 * self._elements * self._dtype.itemsize
 
     def _map(self, name: str, *, create: bool) -> torch.Tensor:
-        """[3, Et]: masters, first and second moments."""
+        """[3, Es]: masters, first and second moments."""
         flat = torch.from_file(
             str(self._folder / name), shared=create, size=3 * self._elements, dtype=self._dtype
         )

@@ -1,5 +1,7 @@
 """The optimizer's state of several ranks, and the one file that has it whole.
 
+Each gives what it updates: its part of the model, or of that the share of its replica.
+
 Shapes: Et trainable elements of this rank, n of one part's.
 """
 

@@ -224,7 +224,7 @@ class LearnerStep:
         async with scope.exclusive(run.storages.gradients):
             self._update = Update(run, scope, version=version)
             made = await self._update.make(accumulated=self._accumulating)
-        if not run.context.leads:
+        if not run.context.speaks_for_all:
             return
         body = bodies.WeightsPublished(weights_version=version, metrics=made.metrics)
         await scope.publish(body, span=made.span, cause_id=cause_id)

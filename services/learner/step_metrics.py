@@ -19,7 +19,7 @@ def step_metrics(view: StepView, update: UpdateReport | None) -> dict[str, float
         view: all living groups are trained.
         update: None if no group had a gradient.
     """
-    trained = [group for group in view.living if group.trained is not None]
+    trained = [group for group in view.living_everywhere if group.trained is not None]
     metrics = LossSums.merge(
         LossSums.from_dict(group.trained.metrics) for group in trained if group.trained
     ).means()
@@ -34,7 +34,7 @@ def step_metrics(view: StepView, update: UpdateReport | None) -> dict[str, float
         "groups_without_gradient": float(
             sum(1 for g in trained if g.trained and g.trained.lease is None)
         ),
-        "groups_dropped": float(len(view.groups) - len(view.living)),
+        "groups_dropped": float(len(view.everyone) - len(view.living_everywhere)),
         "update_applied": float(update is not None and update.applied),
         "gradient_norm": update.gradient_norm if update else 0.0,
         "learning_rate": update.learning_rate if update else 0.0,

@@ -61,7 +61,7 @@ class LearnerStorages:
         """Create them, or attach to those that are there."""
         me, encoder = context.participant, context.peer(Service.PREFIX_ENCODER)
         # One that is pushed to has weights of its own.
-        sharing = () if context.push is not None else (context.peer(Service.ROLLOUT),)
+        sharing = () if context.push is not None else context.peers(Service.ROLLOUT)
         specs = {
             POLICY_WEIGHTS: flat_spec(
                 layout.total_elements,
@@ -142,13 +142,15 @@ class LearnerStorages:
         version: WeightsVersion,
         fill_weights: Callable[[], None],
         fill_part: Callable[[StatePart], None],
+        complete: Callable[[], None],
     ) -> None:
         """Write all of them anew as one version; they are torn, or differ, if that fails.
 
         Args:
-            fill_weights: fills the compute weights; whatever it raises is raised.
+            fill_weights: fills the compute weights; whatever one of the three raises is raised.
             fill_part: then fills masters and moments of a part; the compute weights of its range
                 may be changed too.
+            complete: then, with all parts filled, may change the compute weights again.
         """
         with await self.weights.hold_write(version, timeout_s=HOLD_TIMEOUT_S) as whole:
             await self._done(fill_weights)
@@ -157,6 +159,7 @@ class LearnerStorages:
                     await self._done(partial(fill_part, part))
                     await hold.publish()
                 await in_thread(partial(self.park_part, storage))
+            await self._done(complete)
             await whole.publish()
 
     async def read_parts(self, version: WeightsVersion, read: Callable[[StatePart], None]) -> None:

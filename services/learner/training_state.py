@@ -64,9 +64,20 @@ class TrainingState:
     weights: torch.Tensor
     """[E] in the compute dtype."""
     parts: tuple[StatePart, ...]
-    """In the order of the weights; together they cover the trainable ones."""
+    """In the order of the weights; together they cover those that this rank updates."""
     gradients: torch.Tensor
     """[Et] in the accumulator's dtype; unnormalised sums until the update."""
+
+    @property
+    def own(self) -> slice:
+        """Of the trainable elements, those that this rank updates: all, or of several replicas the
+        share of this one."""
+        return slice(self.parts[0].elements.start, self.parts[-1].elements.stop)
+
+    @property
+    def trainable_weights(self) -> torch.Tensor:
+        """[Et] of the weights, a view."""
+        return self.weights[: self.layout.trainable_elements]
 
     @property
     def dtype(self) -> torch.dtype:

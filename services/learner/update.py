@@ -1,5 +1,8 @@
 """The update of one epoch: gradients first, then part after part of the optimizer's state.
 
+It is the one place where replicas meet: each sums its share of all their gradients, updates that
+share of the weights, and gets the others' shares of the new ones.
+
 Order: change, make durable, publish. The weights are held from before the first change until the
 new version is durable. The parts are published one by one as they are changed, so that each can
 leave the device while the next ones are updated: nobody but the learner reads them. Whatever ends
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from common.rl.optimizer import UpdateReport
     from common.tensors.storage import Storage
     from common.worker.scope import Rewriting, StepScope
+    from services.learner.replicas import Replicas
     from services.learner.run import LearnerRun
     from services.learner.training_state import StatePart, TrainingState
 
@@ -71,7 +75,7 @@ class Update:
     async def make(self, *, accumulated: bool) -> Made:
         """Update weights and optimizer state from the accumulator, which the caller holds.
 
-        Args: accumulated: whether any group of the step had a gradient.
+        Args: accumulated: whether any group of this replica had a gradient.
         """
         run, scope = self._run, self._scope
         self._expect(range(1))
@@ -83,6 +87,9 @@ class Update:
         await self._begin_push(applied)
         for number, (storage, part) in enumerate(run.storages.parts()):
             end_ns = await self._rewrite(number, storage, part, applied, weights)
+        if run.replicas is not None and applied is not None:
+            gathered = await scope.run(Task.UPDATE, partial(self._gather, run.replicas, weights))
+            end_ns = gathered.span.end_ns
         metrics = step_metrics(scope.view, report)
         if run.context.recipe.training.host_shadow:
             await scope.between_jobs(partial(run.shadow.finish, self._version))
@@ -90,7 +97,7 @@ class Update:
             metrics |= await self._push.end()
         # A version is durable once every rank has saved it,
         await self._meet()
-        if run.context.leads:
+        if run.context.speaks_for_all:
             await self._make_durable(metrics)
         # is published once it is durable,
         await self._meet()
@@ -153,9 +160,14 @@ class Update:
 
     async def _meet(self) -> None:
         """Wait for the other ranks."""
-        tensor = self._run.context.tensor
-        if tensor is not None:
-            await self._scope.between_jobs(tensor.meet)
+        joined = self._run.context.joined
+        if joined is not None:
+            await self._scope.between_jobs(joined.meet)
+
+    def _gather(self, replicas: Replicas, weights: Rewriting) -> None:
+        """Get the other replicas' shares of the new weights."""
+        weights.touch()
+        replicas.gather(self._run.storages.state.trainable_weights)
 
     def _expect(self, numbers: range) -> None:
         """Have spilled parts come back; those that are there stay."""
@@ -163,12 +175,17 @@ class Update:
             storage.prefetch()
 
     def _ready(self, *, accumulated: bool) -> UpdateReport | None:
-        """Normalise and clip the gradients. None: no group of this step had one."""
+        """Sum, normalise and clip the gradients. None: no group of any replica had one."""
         run, algorithm = self._run, self._run.context.recipe.algorithm
         report: UpdateReport | None = None
-        if accumulated:
+        if self._scope.view.has_gradient:
+            gradients = run.storages.state.gradients
+            if not accumulated:
+                gradients.zero_()
+            if run.replicas is not None:
+                gradients = run.replicas.reduce(gradients)
             report = ready_gradients(
-                run.storages.state.gradients,
+                gradients,
                 tokens=self._scope.view.response_tokens,
                 max_norm=algorithm.max_grad_norm,
                 learning_rate=learning_rate(

@@ -96,7 +96,7 @@ class PrefixBackward:
         async with scope.exclusive(run.gradients):
             done = await scope.run(Task.PREFIX_BACKWARD, job.run, work=tokens)
             # Other ranks are in the middle of it, and have not dropped what this one would.
-            if not done.value and run.context.tensor is None:
+            if not done.value and run.context.degree == 1:
                 await self._make_room(tokens)
                 done = await scope.run(Task.PREFIX_BACKWARD, job.run, work=tokens)
             if not done.value:

@@ -109,7 +109,7 @@ class PrefixEncoderRun:
             reserve_bytes=int(recipe.training.graph_reserve_gib * 2**30),
             memory=lambda: device_memory(context.device),
             give_back=torch.cuda.empty_cache,
-            agree=None if context.tensor is None else context.tensor.agree,
+            agree=None if context.joined is None else context.joined.agree,
         )
         compute = Lane(
             name="compute",
@@ -172,7 +172,11 @@ class PrefixEncoderRun:
 
     def begin(self, scope: StepScope) -> PrefixEncoderStep:
         """Start an epoch."""
-        known = (*scope.plan.groups, *scope.plan.ahead)
+        known = [
+            planned
+            for planned in (*scope.plan.groups, *scope.plan.ahead)
+            if planned.replica == self.context.place.replica
+        ]
         self.ahead.keep_only({sample_key(planned) for planned in known})
         self.graphs.begin_step()
         self._step = PrefixEncoderStep(self, scope)
@@ -234,16 +238,21 @@ class PrefixEncoderRun:
         mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
         theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
         equal = all(torch.equal(mine[name], theirs[name]) for name in names)
-        tensor = self.context.tensor
-        return equal if tensor is None else tensor.agree(equal)
+        joined = self.context.joined
+        return equal if joined is None else joined.agree(equal)
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, and the reference's where the run has one."""
-        read = [ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.policy)]
-        if self.reference is not None and self.reference_weights is not None:
-            role, storage = ModelRole.REFERENCE, self.reference_weights
-            read.append(ReadWeights(role=role, storage=storage, model=self.reference))
-        return tuple(read)
+        found = [(ModelRole.POLICY, self.weights, self.policy, self.shape)]
+        if self.reference is not None:
+            assert self.reference_weights is not None
+            assert self._reference_shape is not None
+            weights, shape = self.reference_weights, self._reference_shape
+            found.append((ModelRole.REFERENCE, weights, self.reference, shape))
+        return tuple(
+            ReadWeights(role=role, storage=storage, model=model, pieces=shape.pieces)
+            for role, storage, model, shape in found
+        )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The prefix-encoder has nothing to save."""

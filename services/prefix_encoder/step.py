@@ -171,13 +171,14 @@ class PrefixEncoderStep:
         detached = vision.detach()
         lease: LeaseId | None = None
         taken = scope.plan.schedule not in PREFILL_FROM_LEASE | OWN_WEIGHTS
-        if taken and detached.shape[0]:
+        readers = self._run.context.readers(Service.ROLLOUT)
+        if taken and detached.shape[0] and readers:
             lease = await scope.produce(
                 "policy.vision",
                 group,
                 {EMBEDDINGS: (detached.dtype, tuple(detached.shape))},
                 lambda out: out[EMBEDDINGS].copy_(detached),
-                consumers=[self._peer(Service.ROLLOUT)],
+                consumers=readers,
                 next_use=Task.DECODE,
                 placement=Placement.DEVICE,
             )
@@ -206,7 +207,7 @@ class PrefixEncoderStep:
         work.policy = None if encoded.graph_bytes is None else encoded.value
         consumers = [self._peer(Service.LEARNER)]
         if scope.plan.schedule in PREFILL_FROM_LEASE:
-            consumers.append(self._peer(Service.ROLLOUT))
+            consumers += self._run.context.readers(Service.ROLLOUT)
         await self._export(
             group,
             ModelRole.POLICY,

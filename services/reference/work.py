@@ -108,8 +108,14 @@ class ReferenceRun:
         """The reference's, where the run has one."""
         if self.model is None or self.weights is None:
             return ()
-        role = ModelRole.REFERENCE
-        return (ReadWeights(role=role, storage=self.weights, model=self.model),)
+        return (
+            ReadWeights(
+                role=ModelRole.REFERENCE,
+                storage=self.weights,
+                model=self.model,
+                pieces=self.shape.pieces,
+            ),
+        )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The reference has nothing to save."""

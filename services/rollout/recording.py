@@ -1,5 +1,7 @@
 """Recorded responses of one step: kept to be replayed under another schedule.
 
+Each replica keeps those of its groups in a file of its own.
+
 Shapes: T tokens of a group's packed responses, G responses.
 """
 
@@ -35,19 +37,27 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path | str, step: StepIndex) -> Recording:
-        """Raises RecordingInvalid if the folder has no readable recording of the step."""
-        path = _path(Path(folder), step)
-        try:
-            return cls(load_file(path), path)
-        except (OSError, SafetensorError) as error:
-            raise RecordingInvalid(
-                f"recorded responses {path} cannot be read: {error}", path=str(path)
-            ) from error
+        """Those of all replicas. Raises RecordingInvalid if one's cannot be read, or none is there.
+
+        Of a group that two files have, as after a change of replicas, the first replica's counts.
+        """
+        first = _path(Path(folder), step, 0)
+        tensors: dict[str, Tensor] = {}
+        for path in (first, *sorted(first.parent.glob(f"{first.stem}.*{first.suffix}"))):
+            try:
+                tensors = load_file(path) | tensors
+            except (OSError, SafetensorError) as error:
+                raise RecordingInvalid(
+                    f"recorded responses {path} cannot be read: {error}", path=str(path)
+                ) from error
+        return cls(tensors, first)
 
     @staticmethod
-    def write(folder: Path, step: StepIndex, groups: Sequence[FinishedGroup]) -> None:
-        """Write all groups of a step; an older recording of it is replaced as a whole."""
-        path = _path(folder, step)
+    def write(
+        folder: Path, step: StepIndex, groups: Sequence[FinishedGroup], *, replica: int = 0
+    ) -> None:
+        """Write all groups of a replica; an older recording of its step is replaced as a whole."""
+        path = _path(folder, step, replica)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {f"{g.group}.tokens": g.tokens for g in groups}
         tensors |= {f"{g.group}.lengths": g.lengths for g in groups}
@@ -65,5 +75,6 @@ class Recording:
             raise RecordingInvalid(f"{self._path} has no responses of group {group}") from error
 
 
-def _path(folder: Path, step: StepIndex) -> Path:
-    return folder / f"step-{step:08d}.safetensors"
+def _path(folder: Path, step: StepIndex, replica: int) -> Path:
+    of_replica = f".{replica}" if replica else ""
+    return folder / f"step-{step:08d}{of_replica}.safetensors"

@@ -15,10 +15,17 @@ from common.worker.live_decode import LiveDecode
 from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
-from common.worker.weights import POLICY_WEIGHTS, ModelShape, policy_shape, shared_model
+from common.worker.weights import (
+    POLICY_WEIGHTS,
+    ModelShape,
+    policy_shape,
+    resharded_model,
+    shared_model,
+)
 from common.worker.work import Prepared, ReadWeights
 from services.rollout.engines.choice import make_engine
 from services.rollout.own_weights import OwnWeights
+from services.rollout.resharded import OPEN_TIMEOUT_S, ReshardedWeights
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.step import RolloutStep
 from services.rollout.stop_tokens import stop_token_ids
@@ -33,8 +40,6 @@ if TYPE_CHECKING:
     from services.rollout.engines.protocol import Engine
     from services.rollout.window_memory import WindowMemory
 
-OPEN_TIMEOUT_S = 120.0
-"""Longest wait for the learner to create the policy's storage."""
 UNBOUNDED = 1 << 30
 """Width of lanes whose own limit lies elsewhere: the engine's slots, the reward pool's queue."""
 
@@ -48,7 +53,7 @@ class RolloutRun:
         self,
         context: RunContext,
         *,
-        weights: Storage,
+        weights: Storage | ReshardedWeights,
         shape: ModelShape,
         model: SplitModel,
         engine: Engine,
@@ -98,20 +103,13 @@ class RolloutRun:
 
     @classmethod
     async def _load(cls, context: RunContext, rewards: RewardPool) -> RolloutRun:
-        recipe = context.recipe
-        shape = policy_shape(context)
-        own: OwnWeights | None = None
-        if context.push is not None:
-            weights, own = await OwnWeights.open(context, shape.layout)
-        else:
-            weights = await context.broker.open_storage(
-                context.run_id, context.storage_name(POLICY_WEIGHTS), timeout_s=OPEN_TIMEOUT_S
-            )
+        recipe, shape = context.recipe, policy_shape(context)
+        weights, model, own = await _policy(context, shape)
         tokenizer = await in_thread(
             lambda: AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
         )
-        model = shared_model(context, shape, weights, None)
-        token = await SmToken.open(context) if context.governed else None
+        governed = context.governed and context.leads
+        token = await SmToken.open(context) if governed else None
         engine, memory = await make_engine(
             context, shape=shape, weights=weights, model=model, token=token
         )
@@ -125,7 +123,7 @@ class RolloutRun:
             tokenizer=tokenizer,
             stop_ids=stop_token_ids(tokenizer, shape.config, recipe.rollout.stop),
             rewards=rewards,
-            live=await LiveDecode.open(context) if context.governed else LiveDecode.private(),
+            live=await LiveDecode.open(context) if governed else LiveDecode.private(),
             token=token,
             own=own,
         )
@@ -155,7 +153,14 @@ class RolloutRun:
 
     def read_weights(self) -> tuple[ReadWeights, ...]:
         """The policy's, as the engine reads them."""
-        return (ReadWeights(role=ModelRole.POLICY, storage=self.weights, model=self.model),)
+        return (
+            ReadWeights(
+                role=ModelRole.POLICY,
+                storage=self.weights,
+                model=self.model,
+                pieces=self.shape.pieces,
+            ),
+        )
 
     async def save_checkpoint(self, epoch: Epoch) -> tuple[Path, WeightsVersion]:
         """The rollout has nothing to save."""
@@ -169,3 +174,21 @@ class RolloutRun:
         if self._token is not None:
             self._token.close()
         self.weights.close()
+
+
+async def _policy(
+    context: RunContext, shape: ModelShape
+) -> tuple[Storage | ReshardedWeights, SplitModel, OwnWeights | None]:
+    """The policy's weights as this rank reads them, and the model whose parameters they are.
+
+    Returns: and the first once more where they are no storage of the learner's.
+    """
+    if context.push is not None:
+        storage, own = await OwnWeights.open(context, shape.layout)
+        return storage, shared_model(context, shape, storage, None), own
+    if context.degree != context.partners.count(Service.LEARNER):
+        resharded = await ReshardedWeights.open(context, shape)
+        return resharded, resharded_model(context, shape, resharded.tensors), None
+    name = context.storage_name(POLICY_WEIGHTS)
+    storage = await context.broker.open_storage(context.run_id, name, timeout_s=OPEN_TIMEOUT_S)
+    return storage, shared_model(context, shape, storage, None), None

@@ -13,6 +13,7 @@ import torch
 from common.events import WorkSpan, bodies
 from common.events.bodies import ModelRole
 from common.ids import GroupId, LeaseId, Participant, Service
+from common.layouts.heads import nested_heads
 from common.rl.lengths import response_lengths
 from common.rl.sampling import SamplingParams
 from common.step.plan import StepMode
@@ -20,6 +21,7 @@ from common.step.schedule import PREFILL_FROM_LEASE
 from common.step.tasks import Task
 from common.tensors.spec import Placement
 from common.tensors.views import tensor_view
+from common.vlm.loading import text_config
 from common.vlm.prefix import PrefixKV
 from common.worker.prompts import EMBEDDINGS, PromptText, prompt_text, whole_prompt
 from common.worker.responses import LENGTHS, LOGPROBS, TOKENS, response_tensors
@@ -30,13 +32,14 @@ from services.rollout.decode_loop import DecodeLoop
 from services.rollout.engines.gate import NEW_TOKENS, gate_step, logprob_gate
 from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
 from services.rollout.recording import Recording
+from services.rollout.resharded import ReshardedHold
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from common.tensors.lease import Lease
-    from common.tensors.storage import Hold
     from common.worker.scope import StepScope
+    from common.worker.work import HeldRead, HeldWeights
     from services.rollout.run import RolloutRun
 
 log = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class RolloutStep:
         self._prompts: dict[GroupId, PromptText] = {}
         self._inputs: dict[GroupId, list[Lease]] = {}
         self._finished: dict[GroupId, FinishedGroup] = {}
-        self._hold: Hold | None = None
+        self._hold: HeldRead | None = None
         self._taking = False
         self._recorded = (
             None
@@ -116,7 +119,7 @@ class RolloutStep:
             step=plan.step,
             weights_version=plan.weights_version,
             seed=recipe.seed,
-            groups=tuple(g.group for g in plan.groups),
+            groups=tuple(self._scope.view.groups),
             samples_per_group=plan.samples_per_group,
             params=params,
             forced=self._recorded is not None,
@@ -145,13 +148,24 @@ class RolloutStep:
         return GroupRequest(
             group=group,
             prompt=text.without_pixels(self._run.context.device),
-            prefix=PrefixKV.unpack(tensor_view(leases[1], KV)) if from_lease else None,
+            prefix=self._prefix(leases[1]) if from_lease else None,
             vision=(
                 tensor_view(leases[1], EMBEDDINGS) if extra is not None and not from_lease else None
             ),
             recorded=None if self._recorded is None else self._recorded.responses(group),
             limits=self._limits(group),
         )
+
+    def _prefix(self, lease: Lease) -> PrefixKV:
+        """This rank's key/value heads of those in the lease, as views of it."""
+        context = self._run.context
+        heads = nested_heads(
+            text_config(self._run.shape.config).num_key_value_heads,
+            reader=context.partners.cut(context.participant),
+            holder=context.partners.cut(context.peer(Service.PREFIX_ENCODER)),
+        )
+        assert heads is not None, "a run that prefills from leases is refused where none nest"
+        return PrefixKV.unpack(tensor_view(lease, KV)[:, :, slice(*heads)])
 
     async def _own_request(self, group: GroupId, prompt_lease: LeaseId) -> GroupRequest:
         """The same, of a rollout that encodes pictures itself."""
@@ -187,9 +201,7 @@ class RolloutStep:
     async def _decode(self) -> None:
         """Decode all groups of the step; publishes the window and each finished group in order."""
         scope, memory = self._scope, self._run.memory
-        if self._run.own is not None:
-            self._run.own.require(scope.view.version)
-        self._hold = await scope.read(self._run.weights, scope.view.version)
+        await self._hold_weights()
         scope.keep(memory)
         await memory.take(timeout_s=HOLD_TIMEOUT_S)
         await self._gate()
@@ -213,13 +225,26 @@ class RolloutStep:
         records = self._training and self._run.context.leads
         if records and self._run.context.recipe.training.record_responses:
             folder = self._run.context.run_dir / "responses"
-            await in_thread(lambda: Recording.write(folder, scope.plan.step, sampled))
+            replica = self._run.context.place.replica
+            await in_thread(
+                lambda: Recording.write(folder, scope.plan.step, sampled, replica=replica)
+            )
         closed = bodies.WindowClosed(
             decode_iterations=max((f.decode_iteration for f in sampled), default=0),
             response_tokens=sum(int(f.tokens.numel()) for f in sampled),
         )
         span = WorkSpan(task=Task.DECODE, start_ns=opened_ns or end_ns, end_ns=end_ns)
         await scope.publish(closed, span=span)
+
+    async def _hold_weights(self) -> None:
+        """Hold the version that the step is about. Raises WrongVersion."""
+        run, scope = self._run, self._scope
+        if run.own is not None:
+            run.own.require(scope.view.version)
+        weights: HeldWeights[HeldRead] = run.weights
+        self._hold = hold = await scope.read(weights, scope.view.version)
+        if isinstance(hold, ReshardedHold):
+            await scope.publish(hold.refreshed.event(scope.view.version))
 
     async def _gate(self) -> None:
         """Hold the engine against the trainer's pass, once a run. Raises LogprobGateFailed."""
@@ -267,9 +292,10 @@ class RolloutStep:
     def _readers(self) -> list[Participant]:
         if not self._training:
             return []
-        readers = [self._run.context.peer(Service.LEARNER)]
-        if self._run.context.recipe.needs_reference:
-            readers.append(self._run.context.peer(Service.REFERENCE))
+        context = self._run.context
+        readers = [*context.readers(Service.LEARNER)]
+        if context.recipe.needs_reference:
+            readers += context.readers(Service.REFERENCE)
         return readers
 
     # ---------------------------------------------------------------- rewards

@@ -12,14 +12,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def run_ranks(module: str, folder: Path, *, world: int, limit_s: float) -> None:
+def run_ranks(module: str, folder: Path, *arguments: str, world: int, limit_s: float) -> None:
     """Run `python -m module rank rendezvous folder` once a rank; each has to end well.
 
-    Args: limit_s: for all of them; those that still run then are killed.
+    Args: arguments: further ones.
+        limit_s: for all of them; those that still run then are killed.
     """
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(folder / "rendezvous"), str(folder)],
+            [
+                sys.executable,
+                *("-m", module, str(rank), str(folder / "rendezvous"), str(folder)),
+                *arguments,
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stderr=subprocess.PIPE,
             text=True,

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from tests.integration.runs.conftest import model, mortal_node, no_run_is_left
+from tests.integration.runs.conftest import (
+    divided_model,
+    model,
+    mortal_node,
+    no_run_is_left,
+    node,
+    replicated_parallel_node,
+    wide_node,
+)
 
-__all__ = ["model", "mortal_node", "no_run_is_left"]
+__all__ = [
+    "divided_model",
+    "model",
+    "mortal_node",
+    "no_run_is_left",
+    "node",
+    "replicated_parallel_node",
+    "wide_node",
+]

@@ -4,6 +4,10 @@ A node keeps what matrix products need and recomputes the rest in its backward: 
 stay its input, queries, keys and values, the attention's result, the residual sum, and the MLP's
 two projections. Weight gradients go straight to their accumulators.
 
+On several ranks the heads and the intermediate width are the rank's own. Four sums over the ranks
+make hidden states and their gradients complete, all of [S, h] in the compute dtype: forward after
+the output and after the down projection, backward before each of the two norms.
+
 Shapes: S = tokens, h = hidden width, H = query heads, K = key/value heads, D = head width,
 i = intermediate width, n = heads times D.
 """
@@ -22,11 +26,18 @@ from common.vlm.cuda.activations import (
     rotate_back,
     rotate_in_place,
 )
-from common.vlm.cuda.gradients import stacked, vector_gradients, weight_gradients
+from common.vlm.cuda.gradients import (
+    shared_gradients,
+    stacked,
+    vector_gradients,
+    weight_gradients,
+)
 from common.vlm.cuda.norms import add_rms_norm, rms_norm, rms_norm_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from common.vlm.parallel.group import RankGroup
 
 _ROW_ALIGNMENT = 64
 """An MLP's inner width is rounded up to this many elements: matrix products of rows that do not
@@ -44,6 +55,8 @@ class NormProject(torch.autograd.Function):
         sin: Tensor,
         eps: float,
         head_counts: tuple[int, ...],
+        group: RankGroup | None,
+        kv_parts: int | None,
         norm: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -56,7 +69,7 @@ class NormProject(torch.autograd.Function):
         states = flat.view(hidden.shape[0], heads, flat.shape[1] // heads)
         rotate_in_place(states, heads - head_counts[-1], cos, sin)
         ctx.save_for_backward(hidden, cos, sin)
-        ctx.eps, ctx.head_counts = eps, head_counts
+        ctx.eps, ctx.head_counts, ctx.group, ctx.kv_parts = eps, head_counts, group, kv_parts
         ctx.norm, ctx.weights, ctx.biases = norm, weights, biases
         return tuple(part.transpose(0, 1) for part in states.split(head_counts, dim=1))
 
@@ -73,14 +86,33 @@ class NormProject(torch.autograd.Function):
         rotate_back(gradients[-1], parts[-1], None, None)
         flat = packed.view(rows, heads * width)
         grad_normed = flat @ stacked(ctx.weights)
-        grad_hidden, grad_norm, normed = rms_norm_backward(
-            grad_normed, hidden, ctx.norm, ctx.eps, None
-        )
-        results = weight_gradients(ctx.weights, flat, normed)
-        if ctx.biases:
-            results += vector_gradients(ctx.biases, flat.sum(0, dtype=torch.float32))
+        if ctx.group is None:
+            grad_hidden, grad_norm, normed = rms_norm_backward(
+                grad_normed, hidden, ctx.norm, ctx.eps, None
+            )
+            results = _projection_gradients(ctx.weights, ctx.biases, flat, normed)
+        else:
+            summed = ctx.group.begin_sum(grad_normed)
+            # normed once more, so that the weights' products run beside the sum
+            normed = rms_norm(hidden, ctx.norm, ctx.eps)
+            own = len(ctx.weights) - (0 if ctx.kv_parts is None else 2)
+            results = _projection_gradients(ctx.weights[:own], ctx.biases[:own], flat, normed)
+            summed.wait()
+            grad_hidden, grad_norm, _ = rms_norm_backward(
+                grad_normed, hidden, ctx.norm, ctx.eps, None
+            )
+            if ctx.kv_parts is not None:
+                of_weights, of_biases = shared_gradients(
+                    ctx.weights[own:],
+                    ctx.biases[own:],
+                    flat[:, sum(counts[:own]) * width :],
+                    normed,
+                    group=ctx.group,
+                    parts=ctx.kv_parts,
+                )
+                results = [*results[:own], *of_weights, *results[own:], *of_biases]
         results = [*vector_gradients([ctx.norm], grad_norm), *results]
-        return grad_hidden, None, None, None, None, *results
+        return grad_hidden, *[None] * 6, *results
 
 
 class ResidualMlp(torch.autograd.Function):
@@ -92,20 +124,23 @@ class ResidualMlp(torch.autograd.Function):
         hidden: Tensor,
         merged: Tensor,
         eps: float,
+        group: RankGroup | None,
         norm: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         """See `residual_mlp`."""
         (out_w, *inner_w, down_w), biases = _halves(parameters)
         out_b, down_b = (biases[0], biases[-1]) if biases else (None, None)
-        total, normed = add_rms_norm(hidden, F.linear(merged, out_w, out_b), norm, eps)
+        total, normed = add_rms_norm(
+            hidden, _complete_product(merged, out_w, out_b, group), norm, eps
+        )
         joint = F.linear(normed, *_joint(inner_w, biases[1:-1]))
         gate, up = joint.chunk(2, dim=1)
         product = torch.empty_like(gate, memory_format=torch.contiguous_format)
         gated_silu(gate, up, product)
-        result = F.linear(product, _widened(down_w), down_b).add_(total)
+        result = _complete_product(product, _widened(down_w), down_b, group).add_(total)
         ctx.save_for_backward(merged, total, joint)
-        ctx.eps, ctx.norm, ctx.biases = eps, norm, biases
+        ctx.eps, ctx.group, ctx.norm, ctx.biases = eps, group, norm, biases
         ctx.out_w, ctx.inner_w, ctx.down_w = out_w, inner_w, down_w
         return result
 
@@ -120,10 +155,15 @@ class ResidualMlp(torch.autograd.Function):
         gate, up = joint.chunk(2, dim=1)
         grad_gate, grad_up = grad_joint.chunk(2, dim=1)
         gated_silu_backward(grad_product, gate, up, grad_gate, grad_up, product)
+        grad_normed = grad_joint @ _joint(ctx.inner_w, ())[0]
+        summed = None if ctx.group is None else ctx.group.begin_sum(grad_normed)
         grad_down_w = weight_gradients([ctx.down_w], gradient, product[:, :width])
+        if summed is not None:
+            summed.wait()
         grad_total, grad_norm, normed = rms_norm_backward(
-            grad_joint @ _joint(ctx.inner_w, ())[0], total, ctx.norm, ctx.eps, gradient
+            grad_normed, total, ctx.norm, ctx.eps, gradient
         )
+        del grad_normed
         grad_gate, grad_up = grad_gate[:, :width], grad_up[:, :width]
         if product.shape[1] == width:
             grad_inner_w = weight_gradients(ctx.inner_w, grad_joint, normed)
@@ -137,7 +177,7 @@ class ResidualMlp(torch.autograd.Function):
         results += [*grad_out_w, *grad_inner_w, *grad_down_w]
         for bias, of in zip(ctx.biases, (grad_total, grad_gate, grad_up, gradient), strict=False):
             results += vector_gradients([bias], of.sum(0, dtype=torch.float32))
-        return grad_total, grad_total @ ctx.out_w, None, *results
+        return grad_total, grad_total @ ctx.out_w, None, None, *results
 
 
 def project_heads(
@@ -147,6 +187,8 @@ def project_heads(
     norm: Any,
     projections: Sequence[Any],
     head_counts: tuple[int, ...],
+    group: RankGroup | None = None,
+    kv_parts: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Normed hidden states projected to heads; all but the last part are turned.
 
@@ -157,6 +199,9 @@ def project_heads(
         projections: linear modules whose outputs one after the other are the heads, all with or
             all without a bias.
         head_counts: heads of each part.
+        group: the ranks that have the other heads; None for none.
+        kv_parts: how many distinct ones of the last two projections there are, where several ranks
+            have the same ones; else None.
     Returns: a view [heads, S, D] for each part, all of one row-major buffer.
     """
     cos, sin = angles
@@ -166,13 +211,22 @@ def project_heads(
         sin.contiguous(),
         norm.variance_epsilon,
         head_counts,
+        group,
+        kv_parts,
         norm.weight,
         *_parameters(projections),
     )
     return tuple(parts)
 
 
-def residual_mlp(hidden: Tensor, merged: Tensor, *, norm: Any, projections: Sequence[Any]) -> Any:
+def residual_mlp(
+    hidden: Tensor,
+    merged: Tensor,
+    *,
+    norm: Any,
+    projections: Sequence[Any],
+    group: RankGroup | None = None,
+) -> Any:
     """What follows attention in a block.
 
     Args:
@@ -180,11 +234,36 @@ def residual_mlp(hidden: Tensor, merged: Tensor, *, norm: Any, projections: Sequ
         merged: [S, n]; the heads' results side by side.
         norm: the second norm's module.
         projections: output, gate, up and down projection, all or none with a bias.
+        group: the ranks that have the other heads and inner columns; None for none.
     Returns: [S, h].
     """
     return ResidualMlp.apply(
-        hidden, merged, norm.variance_epsilon, norm.weight, *_parameters(projections)
+        hidden, merged, norm.variance_epsilon, group, norm.weight, *_parameters(projections)
     )
+
+
+def _projection_gradients(
+    weights: Sequence[Tensor], biases: Sequence[Tensor], gradient: Tensor, inputs: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the first stacked projections, if any; weights before biases."""
+    if not weights:
+        return []
+    rows = sum(weight.shape[0] for weight in weights)
+    gradient = gradient[:, :rows]
+    results = weight_gradients(weights, gradient, inputs)
+    if biases:
+        results += vector_gradients(biases, gradient.sum(0, dtype=torch.float32))
+    return results
+
+
+def _complete_product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup | None
+) -> Tensor:
+    """inputs @ weight^T + bias, of which each rank of the group has some input columns."""
+    if group is None:
+        return F.linear(inputs, weight, bias)
+    total = group.sum(F.linear(inputs, weight))
+    return total if bias is None else total.add_(bias)
 
 
 def _parameters(projections: Sequence[Any]) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """What a step of the device decoder works with: cuts of its kernels, weights, buffers.
 
 Shapes: R = rows of a step, B = slots, S = lanes of a slot, h = hidden width, H = query heads,
-K = key/value heads, D = head width, i = inner width of the MLP, C = vocabulary.
+K = key/value heads, D = head width, i = inner width of the MLP, C = vocabulary. On several ranks
+H, K, i and C are the rank's own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 
 from common.vlm.cuda.decode_attention import Blocks, Scratch
 from common.vlm.cuda.decode_linear import Tiles, splits
+from common.vlm.cuda.decode_ranks import Exchange
 from common.vlm.cuda.decode_sampling import ChunkFacts
 from common.vlm.cuda.gradients import adjacent
 from common.vlm.errors import DecodeStateInvalid
-from common.vlm.loading import head_dim, text_config
+from common.vlm.loading import head_dim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,6 +149,8 @@ class Buffers:
         query, attended: [R, H, D].
         product: [1, R, i].
         logits: [1, R, C].
+        facts: of the whole vocabulary.
+        exchange: what ranks exchange; None for one rank.
     """
 
     cuts: Cuts
@@ -162,20 +166,26 @@ class Buffers:
     logits: Tensor
     facts: ChunkFacts
     scratch: Scratch
+    exchange: Exchange | None
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the largest of them."""
+        held = [self.logits, self.product, self.scratch.item_out, self.scratch.own_out]
+        exchanged = 0 if self.exchange is None else self.exchange.nbytes
+        return sum(tensor.nbytes for tensor in held) + exchanged
 
     @classmethod
     def make(
         cls, model: SplitModel, pool: DecodePool, cuts: Cuts, *, rows: int, items: int
     ) -> Buffers:
         """Allocate for R rows and I prefix items."""
-        text, width = text_config(model.config), head_dim(model.config)
+        width, group = head_dim(model.config), model.group
         device, dtype = pool.shared.device, model.dtype
-        hidden, heads, kv_heads = (
-            text.hidden_size,
-            text.num_attention_heads,
-            text.num_key_value_heads,
-        )
-        vocabulary = model.head.weight.shape[0]
+        vocabulary, hidden = model.head.weight.shape
+        layer = model.language.layers[0]
+        heads = layer.self_attn.q_proj.out_features // width
+        kv_heads = model.kv_heads
 
         def make(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
@@ -183,6 +193,7 @@ class Buffers:
         def parts(tiles: Tiles | None, columns: int) -> Tensor:
             return make(splits(tiles), rows, columns, kind=torch.float32)
 
+        logits = make(1, rows, vocabulary)
         return cls(
             cuts=cuts,
             row_lane=torch.full((rows,), UNUSED, dtype=torch.int32, device=device),
@@ -192,10 +203,14 @@ class Buffers:
             query=make(rows, heads, width),
             attended=make(rows, heads, width),
             out=parts(cuts.out, hidden),
-            product=make(1, rows, text.intermediate_size),
+            product=make(1, rows, layer.mlp.gate_proj.out_features),
             down=parts(cuts.down, hidden),
-            logits=make(1, rows, vocabulary),
-            facts=ChunkFacts.make(rows=rows, vocabulary=vocabulary, device=device),
+            logits=logits,
+            facts=ChunkFacts.make(
+                rows=rows,
+                vocabulary=vocabulary if group is None else vocabulary * group.size,
+                device=device,
+            ),
             scratch=Scratch.make(
                 items=items,
                 lanes=pool.samples,
@@ -205,6 +220,7 @@ class Buffers:
                 width=width,
                 device=device,
             ),
+            exchange=None if group is None else Exchange.make(group, logits[0], hidden=hidden),
         )
 
 

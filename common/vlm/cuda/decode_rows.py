@@ -22,15 +22,22 @@ _HEADS_OF_PROGRAM = 8
 
 
 def embed(
-    embedding: Tensor, row_lane: Tensor, lane_token: Tensor, out: Tensor, *, early: bool = False
+    embedding: Tensor,
+    row_lane: Tensor,
+    lane_token: Tensor,
+    out: Tensor,
+    *,
+    first: int | None = None,
+    early: bool = False,
 ) -> None:
     """Each row's hidden state.
 
     Args:
-        embedding: [C, h].
+        embedding: [C, h], or a range of the vocabulary.
         row_lane: [R] int32, -1 for a row that is not used.
         lane_token: [B * S] int32, the token that each lane is fed.
-        out: [R, h]; written, 0 for rows that are not used.
+        out: [R, h]; written, 0 for rows that are not used and for tokens outside the range.
+        first: token where the range begins; None for the whole vocabulary.
         early: see `common.vlm.cuda.early`.
     """
     rows, width = out.shape
@@ -42,6 +49,8 @@ def embed(
         lane_token,
         out,
         width,
+        FIRST=first or 0,
+        RANGE=0 if first is None else embedding.shape[0],
         BLOCK=block,
         EARLY=early,
         num_warps=4,
@@ -143,7 +152,17 @@ def split_heads(
 
 
 @triton.jit
-def _embed(embedding, row_lane, lane_token, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _embed(
+    embedding,
+    row_lane,
+    lane_token,
+    out,
+    width,
+    FIRST: tl.constexpr,
+    RANGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     take_turn(EARLY)
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -151,6 +170,9 @@ def _embed(embedding, row_lane, lane_token, out, width, BLOCK: tl.constexpr, EAR
     lane = tl.load(row_lane + row)
     token = tl.load(lane_token + tl.maximum(lane, 0)).to(tl.int64)
     there = inside & (lane >= 0)
+    if RANGE > 0:
+        token -= FIRST
+        there = there & (token >= 0) & (token < RANGE)
     tl.store(
         out + row * width + column,
         tl.load(embedding + token * width + column, mask=there, other=0.0),

@@ -111,9 +111,8 @@ class CudaDecoder:
         """Device bytes that a step's results and parts take, without the pool."""
         held = [self.lanes.uniforms, self.lanes.recorded, self.lanes.chosen, self.lanes.logprobs]
         held += self._angles
-        for each in self._buffers.values():
-            held += [each.logits, each.product, each.scratch.item_out, each.scratch.own_out]
-        return sum(tensor.nbytes for tensor in held)
+        buffers = sum(each.nbytes for each in self._buffers.values())
+        return sum(tensor.nbytes for tensor in held) + buffers
 
     def reserve_positions(self, positions: int) -> None:
         """Make the tables of angles at least this long; graphs have to be captured anew then."""
@@ -202,7 +201,7 @@ class CudaDecoder:
         _upload(at.row_lane, [UNUSED] * bucket)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():
-            # compiles, and makes the libraries allocate what they keep
+            # compiles, connects ranks, and makes the libraries allocate what they keep
             self._run(at, cuts)
             side.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -272,8 +271,11 @@ class CudaDecoder:
     def _run(self, at: Buffers, cuts: Cuts) -> None:
         """One step's kernels, all of fixed addresses."""
         language, lanes, early = self.model.language, self.lanes, cuts.early
-        tokens = language.embed_tokens.weight.detach()
-        embed(tokens, at.row_lane, lanes.token, at.hidden, early=early)
+        tokens, exchange = language.embed_tokens.weight.detach(), at.exchange
+        first = None if exchange is None else exchange.group.rank * tokens.shape[0]
+        embed(tokens, at.row_lane, lanes.token, at.hidden, first=first, early=early)
+        if exchange is not None:
+            exchange.group.sum(at.hidden)
         total = self.pool.groups * self.pool.samples
         places = Places(
             row_lane=at.row_lane,
@@ -282,17 +284,30 @@ class CudaDecoder:
             items=self._index[total : total + 3 * self._items],
             ranges=self._index[total + 3 * self._items :],
         )
+        added = None
         for number in range(len(self._layers)):
-            self._run_layer(number, at, places, cuts)
+            added = self._run_layer(number, at, added, places, cuts)
         norm, eps = language.norm.weight.detach(), language.norm.variance_epsilon
-        sum_norm(at.hidden, at.down, norm, eps, at.normed, early=early)
+        alone = early and exchange is None
+        sum_norm(at.hidden, added, norm, eps, at.normed, early=alone)
         linear(at.normed, self.model.head.weight.detach(), at.logits, cuts.head, early=early)
-        choose(at.logits[0], at.row_lane, lanes, self.choice, at.facts, early=early)
+        logits = at.logits[0]
+        if exchange is not None:
+            logits = exchange.gather_logits(logits)
+        choose(logits, at.row_lane, lanes, self.choice, at.facts, early=alone)
 
-    def _run_layer(self, number: int, at: Buffers, places: Places, cuts: Cuts) -> None:
+    def _run_layer(
+        self, number: int, at: Buffers, added: Tensor | None, places: Places, cuts: Cuts
+    ) -> Tensor:
+        """One layer's kernels.
+
+        Args: added: [s, R, h], what the layer before has to add to the hidden states.
+        Returns: [s, R, h], what this layer has to.
+        """
         layer, early = self._layers[number], cuts.early
-        added = at.down if number else None
-        sum_norm(at.hidden, added, layer.first_norm, layer.eps, at.normed, early=early)
+        # behind a collective a kernel is launched when that has ended
+        alone = early and at.exchange is None
+        sum_norm(at.hidden, added, layer.first_norm, layer.eps, at.normed, early=alone)
         linear(at.normed, layer.qkv, at.qkv, cuts.qkv, early=early)
         split_heads(
             at.qkv,
@@ -317,9 +332,11 @@ class CudaDecoder:
             early=early,
         )
         linear(at.attended.flatten(1), layer.out, at.out, cuts.out, early=early)
-        sum_norm(at.hidden, at.out, layer.second_norm, layer.eps, at.normed, early=early)
+        out = at.out if at.exchange is None else at.exchange.sum_parts(at.out)
+        sum_norm(at.hidden, out, layer.second_norm, layer.eps, at.normed, early=alone)
         gated_linear(at.normed, layer.gate_up, at.product, cuts.gate_up, early=early)
         linear(at.product[0], layer.down, at.down, cuts.down, early=early)
+        return at.down if at.exchange is None else at.exchange.sum_parts(at.down)
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.vlm.cuda.attention import PackedRow, dense_attention, packed_attention
 from common.vlm.cuda.blocks import project_heads, residual_mlp
-from common.vlm.cuda.gradients import vector_gradients
+from common.vlm.cuda.gradients import row_gradients, vector_gradients
 from common.vlm.cuda.norms import rms_norm, rms_norm_backward
 from common.vlm.cuda.vocabulary import token_logprobs
 
@@ -24,18 +24,31 @@ if TYPE_CHECKING:
 
     from common.vlm.cuda.attention import Library
     from common.vlm.layers import Rotary
+    from common.vlm.parallel.group import ModelRanks, RankGroup
     from common.vlm.vision import VisionBlocks
 
 
 class FusedSteps:
     """Implements `common.vlm.steps.LayerSteps` for CUDA devices, float32 and narrower."""
 
-    def __init__(self, *, vision: VisionBlocks | None = None) -> None:
-        """Choose the vision tower's blocks; those of this module if not given."""
-        self.vision: VisionBlocks = vision or FusedBlocks()
+    def __init__(
+        self, *, vision: VisionBlocks | None = None, ranks: ModelRanks | None = None
+    ) -> None:
+        """Choose the vision tower's blocks, and say which ranks there are.
+
+        Args:
+            vision: those of this module if not given.
+            ranks: over which the model is split, from `hold_own_parts`; None for one rank.
+        """
+        self.group: RankGroup | None = None if ranks is None else ranks.text
+        self._kv_parts = None if ranks is None else ranks.kv_parts
+        tower = None if ranks is None else ranks.vision
+        self.vision: VisionBlocks = vision or FusedBlocks(group=tower)
 
     def embed(self, embedding: Any, ids: Tensor) -> Tensor:
         """See `LayerSteps.embed`."""
+        if self.group is not None:
+            return embedding(ids)
         return _Embed.apply(embedding.weight, ids)
 
     def norm(self, norm: Any, hidden: Tensor) -> Tensor:
@@ -54,6 +67,8 @@ class FusedSteps:
             norm=layer.input_layernorm,
             projections=projections,
             head_counts=tuple(p.out_features // attention.head_dim for p in projections),
+            group=self.group,
+            kv_parts=self._kv_parts,
         )
         return query, key, value
 
@@ -67,6 +82,8 @@ class FusedSteps:
             norm=layer.input_layernorm,
             projections=projections,
             head_counts=tuple(p.out_features // attention.head_dim for p in projections),
+            group=self.group,
+            kv_parts=self._kv_parts,
         )
         return key, value
 
@@ -78,11 +95,17 @@ class FusedSteps:
             attended.transpose(0, 1).reshape(hidden.shape[0], -1),
             norm=layer.post_attention_layernorm,
             projections=[layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj],
+            group=self.group,
         )
 
     def logits(self, head: Any, hidden: Tensor) -> Tensor:
         """See `LayerSteps.logits`."""
-        return head(hidden)
+        own = head(hidden)
+        if self.group is None:
+            return own
+        all_ranks = own.new_empty((self.group.size, *own.shape))
+        self.group.gather(own, all_ranks)
+        return all_ranks.transpose(0, 1).flatten(1)
 
     def logprobs(
         self,
@@ -97,20 +120,27 @@ class FusedSteps:
         """See `LayerSteps.logprobs`; the vocabulary is cut, not the rows."""
         del chunk_tokens
         return token_logprobs(
-            hidden, head.weight, tokens, temperature=temperature, suppressed=suppressed
+            hidden,
+            head.weight,
+            tokens,
+            temperature=temperature,
+            suppressed=suppressed,
+            group=self.group,
         )
 
 
 class FusedBlocks:
     """Implements `common.vlm.vision.VisionBlocks`: no padding, no gathered windows."""
 
-    def __init__(self, *, whole: Library | None = None) -> None:
+    def __init__(self, *, whole: Library | None = None, group: RankGroup | None = None) -> None:
         """Choose kernels.
 
         Args:
             whole: for a row that is one single segment; the packed kernel if not given.
+            group: the ranks that have the tower's other heads and inner columns; None for none.
         """
         self._whole = whole
+        self._group = group
 
     def embed(self, patch_embed: Any, pixels: Tensor) -> Tensor:
         """See `VisionBlocks.embed`: a convolution whose stride is its kernel is one product."""
@@ -134,18 +164,23 @@ class FusedBlocks:
             norm=block.norm1,
             projections=[attention.qkv],
             head_counts=(heads, heads, heads),
+            group=self._group,
         )
-        if self._whole is not None and plan.longest == hidden.shape[0]:
-            attended = dense_attention(query, key, value, causal=False, library=self._whole)
-        else:
-            attended = packed_attention(query, key, value, plan)
+        attended = self.attend(query, key, value, plan)
         mlp = block.mlp
         return residual_mlp(
             hidden,
             attended.transpose(0, 1).reshape(hidden.shape[0], -1),
             norm=block.norm2,
             projections=[attention.proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj],
+            group=self._group,
         )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedRow) -> Tensor:
+        """Attention [heads, N, D] of [heads, N, D], every patch seeing all of its segment."""
+        if self._whole is not None and plan.longest == query.shape[1]:
+            return dense_attention(query, key, value, causal=False, library=self._whole)
+        return packed_attention(query, key, value, plan)
 
 
 class _Norm(torch.autograd.Function):
@@ -174,10 +209,4 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        weight = ctx.weight
-        if not weight.requires_grad:
-            return None, None
-        target = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        # adding by sorted index is deterministic, unlike atomic additions
-        target.index_put_((ids,), gradient.to(target.dtype), accumulate=True)
-        return target if weight.grad is None else None, None
+        return row_gradients(ctx.weight, ids, gradient), None

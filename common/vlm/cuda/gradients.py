@@ -17,6 +17,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.vlm.parallel.group import RankGroup
+
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     """One view of several tensors that follow each other in one storage, stacked on axis 0.
@@ -110,8 +112,8 @@ def vector_gradients(vectors: Sequence[Tensor | None], gradient: Tensor) -> list
     """Gradients of biases or norm weights, added or returned as `weight_gradients` does.
 
     Args:
-        vectors: parameters [n_i] that one after the other make the n entries; None for none.
-        gradient: [n] float32.
+        vectors: parameters [n_i, ...] that one after the other make the n entries; None for none.
+        gradient: [n, ...] float32.
     """
     results: list[Tensor | None] = []
     start = 0
@@ -129,3 +131,53 @@ def vector_gradients(vectors: Sequence[Tensor | None], gradient: Tensor) -> list
             vector.grad.add_(part)
             results.append(None)
     return results
+
+
+def row_gradients(table: Tensor, index: Tensor, gradient: Tensor) -> Tensor | None:
+    """Gradient of rows that were looked up in a table [C, k].
+
+    Args:
+        table: parameter.
+        index: [S] int64 rows, any of them several times.
+        gradient: [S, k].
+    Returns: None if added (or not needed), else the gradient for autograd to add.
+    """
+    if not table.requires_grad:
+        return None
+    target = torch.zeros_like(table) if table.grad is None else table.grad
+    # adding by sorted index is deterministic, unlike atomic additions
+    target.index_put_((index,), gradient.to(target.dtype), accumulate=True)
+    return target if table.grad is None else None
+
+
+def shared_gradients(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    gradient: Tensor,
+    inputs: Tensor,
+    *,
+    group: RankGroup,
+    parts: int,
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of stacked projections, summed over the ranks that hold the same ones.
+
+    Args:
+        weights, biases: parameters [n_i, k] and [n_i], or no biases.
+        gradient: [S, n] of the outputs, as far as this rank has them.
+        inputs: [S, k].
+        group: all ranks; those with equal projections follow each other.
+        parts: how many distinct ones there are.
+    Returns: as `weight_gradients`, of weights and of biases.
+    """
+    if not any(parameter.requires_grad for parameter in (*weights, *biases)):
+        return [None] * len(weights), [None] * len(biases)
+    rows, width = gradient.shape[1], inputs.shape[1]
+    # one sum over all ranks, each in its part's place: no communicator a set of sharing ranks
+    places = gradient.new_zeros((parts, rows * (width + bool(biases))), dtype=torch.float32)
+    own = places[group.rank * parts // group.size]
+    of_weights, of_biases = own[: rows * width].view(rows, width), own[rows * width :]
+    add_product(of_weights, gradient.t(), inputs)
+    if biases:
+        of_biases.copy_(gradient.sum(0, dtype=torch.float32))
+    group.sum(places)
+    return vector_gradients(weights, of_weights), vector_gradients(biases, of_biases)

@@ -22,6 +22,8 @@ from common.vlm.cuda.gradients import add_product
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.vlm.parallel.group import RankGroup
+
 LOGITS_BYTES = 1 << 28
 """Most bytes of logits alive at once."""
 
@@ -35,20 +37,32 @@ def token_logprobs(
     *,
     temperature: float,
     suppressed: Tensor | None,
+    group: RankGroup | None = None,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
     """Log-probability of each row's token.
 
+    On several ranks a maximum of two numbers a row and a sum of one cross them forward, and
+    backward a float32 sum of the gradient of `hidden`.
+
     Args:
-        hidden: [T, h], normed, contiguous.
-        weight: [C, h] of the output projection, which has no bias.
+        hidden: [T, h], normed, contiguous; equal on all ranks.
+        weight: [C, h] of the output projection, which has no bias; on several ranks each one's
+            range of the vocabulary.
         tokens: [T] int64.
         temperature: divides the logits; positive.
         suppressed: [n] int64 ids with probability 0, or None.
+        group: the ranks that have the rest of the vocabulary; None for none.
         logits_bytes: most bytes of logits alive at once.
     Returns: [T] float32; differentiable in `hidden` and `weight`.
     """
-    return _TokenLogprobs.apply(hidden, weight, tokens, temperature, suppressed, logits_bytes)
+    suppressed = tokens.new_empty(0) if suppressed is None else suppressed
+    if group is not None:
+        first = group.rank * weight.shape[0]
+        tokens, suppressed = tokens - first, suppressed - first
+    return _TokenLogprobs.apply(
+        hidden, weight, tokens, temperature, suppressed, group, logits_bytes
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -59,13 +73,13 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         tokens: Tensor,
         temperature: float,
-        suppressed: Tensor | None,
+        suppressed: Tensor,
+        group: RankGroup | None,
         logits_bytes: int,
     ) -> Tensor:
         rows = hidden.shape[0]
-        if suppressed is None:
-            suppressed = tokens.new_empty(0)
-        top, chosen = hidden.new_full((2, rows), float("-inf"), dtype=torch.float32)
+        extremes = hidden.new_full((2, rows), float("-inf"), dtype=torch.float32)
+        top, chosen = extremes
         total = torch.zeros_like(top)
         for start, part in _parts(weight, rows, logits_bytes):
             logits = hidden @ part.t()
@@ -83,9 +97,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 BLOCK=_BLOCK,
                 num_warps=8,
             )
+        if group is not None:
+            own_top = top.clone()
+            group.maximum(extremes)
+            group.sum(total.mul_((own_top - top).exp_()))
         log_sum = top + total.log()
         ctx.save_for_backward(hidden, tokens, suppressed, log_sum)
         ctx.weight, ctx.temperature, ctx.logits_bytes = weight, temperature, logits_bytes
+        ctx.group = group
         return chosen - log_sum
 
     @staticmethod
@@ -116,7 +135,9 @@ class _TokenLogprobs(torch.autograd.Function):
             add_product(grad_hidden, logits, part)
             if accumulator is not None:
                 add_product(accumulator[start : start + part.shape[0]], logits.t(), hidden)
-        return grad_hidden.to(hidden.dtype), fresh, None, None, None, None
+        if ctx.group is not None:
+            ctx.group.sum(grad_hidden)
+        return grad_hidden.to(hidden.dtype), fresh, *[None] * 5
 
 
 def _parts(weight: Tensor, rows: int, logits_bytes: int) -> Iterator[tuple[int, Tensor]]:

@@ -14,7 +14,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from common.vlm.kernels import Kernels, fused_kernels, fused_model
 from common.vlm.model import DEFAULT_LOGIT_CHUNK_TOKENS, SplitModel
+from common.vlm.parallel.local import hold_own_parts
 from common.vlm.parallel.modules import VocabularyEmbedding, share_heads
 from common.vlm.parallel.shards import check_degree
 from common.vlm.parallel.steps import ParallelSteps
@@ -23,8 +25,6 @@ from common.vlm.shape import ModelShape, shape_of, vision_ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    from common.vlm.attention import AttentionBackend
 
 
 def config_shape(config: Qwen2_5_VLConfig) -> ModelShape:
@@ -36,10 +36,12 @@ def parallel_model(
     model: Qwen2_5_VLForConditionalGeneration,
     mesh: DeviceMesh,
     *,
-    attention: AttentionBackend | None = None,
+    kernels: Kernels = "auto",
     logit_chunk_tokens: int = DEFAULT_LOGIT_CHUNK_TOKENS,
 ) -> SplitModel:
     """Shard an empty model in place and return its split passes.
+
+    On plain kernels its parameters are DTensors, on fused ones plain tensors of the rank's parts.
 
     Afterwards `bind_parameters` takes the rank's own layout and buffers, from
     `common.vlm.parallel.shards.rank_layout`. All ranks of the mesh have to run the same passes in
@@ -49,21 +51,24 @@ def parallel_model(
     Args:
         model: from `empty_model`, not bound yet.
         mesh: of one dimension, from `tensor_mesh`.
-        attention, logit_chunk_tokens: as for `SplitModel`.
+        kernels: as in the recipe; `fused_kernels` decides by the device that the model was made
+            for and the dtype of its parameters.
+        logit_chunk_tokens: as for `SplitModel`; fused kernels cut the vocabulary instead.
     Raises: DegreeInvalid if the mesh's size does not divide the model.
     """
     shape = config_shape(model.config)
     degree = mesh.size()
     check_degree(shape, degree)
+    device = model.model.language_model.rotary_emb.inv_freq.device
+    if fused_kernels(kernels, device=device, dtype=model.lm_head.weight.dtype):
+        return fused_model(model, hold_own_parts(model, shape, mesh) if degree > 1 else None)
     steps = None
     if degree > 1:
         _shard_text(model, mesh, shape)
         if vision_ranks(shape.vision, degree) > 1:
             _shard_vision(model.model.visual, mesh)
         steps = ParallelSteps(mesh)
-    return SplitModel(
-        model, attention=attention, steps=steps, logit_chunk_tokens=logit_chunk_tokens
-    )
+    return SplitModel(model, steps=steps, logit_chunk_tokens=logit_chunk_tokens)
 
 
 def _shard_text(model: Any, mesh: DeviceMesh, shape: ModelShape) -> None:

@@ -17,7 +17,7 @@ from common.vlm.parallel.shards import rank_layout, shards
 from common.weights.binding import views
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -48,33 +48,52 @@ class GlobalNorm:
     For `common.rl.optimizer.ready_gradients`; the same number on every rank.
     """
 
-    def __init__(self, layout: WeightLayout, parts: Mapping[str, Shard], mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        layout: WeightLayout,
+        parts: Mapping[str, Shard] | None,
+        *,
+        meshes: Sequence[DeviceMesh],
+        elements: slice | None = None,
+    ) -> None:
         """Find what this rank counts.
 
         Args:
             layout: of this rank.
-            parts: of this rank.
-            mesh: of the ranks.
+            parts: of this rank; None: it has the whole model.
+            meshes: of the ranks, in as many dimensions as there are.
+            elements: of the trainable ones, those that are this rank's to count; None: all of them.
         """
-        self._layout = layout
-        self._mesh = mesh
-        self._counted = [
-            entry.name
+        self._meshes = tuple(meshes)
+        start, stop = (0, layout.trainable_elements) if elements is None else _ends(elements)
+        spans = [
+            (entry.offset_elements, entry.offset_elements + entry.numel)
             for entry in layout.trainable_entries
-            if parts[entry.name].holders[0] == layout.rank
+            if parts is None or parts[entry.name].holders[0] == layout.rank
+        ]
+        self._counted = [
+            slice(max(start, first) - start, min(stop, last) - start)
+            for first, last in spans
+            if first < stop and last > start
         ]
 
     def __call__(self, gradients: Tensor) -> float:
         """The norm; NaN or infinite if any rank's part is.
 
         Args:
-            gradients: [Et] of this rank; only read.
-        Sync: one, and one sum over the ranks.
+            gradients: [Et] of this rank, or those of `elements`; only read.
+        Sync: one, and one sum over the ranks of each mesh.
         """
         squares = gradients.new_zeros((), dtype=torch.float64)
-        for part in views(gradients, self._layout, self._counted).values():
-            squares += torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
-        return math.sqrt(float(group_sum(squares, self._mesh)))
+        for part in self._counted:
+            squares += torch.linalg.vector_norm(gradients[part], dtype=torch.float64) ** 2
+        for mesh in self._meshes:
+            squares = group_sum(squares, mesh)
+        return math.sqrt(float(squares))
+
+
+def _ends(elements: slice) -> tuple[int, int]:
+    return elements.start, elements.stop
 
 
 def save_shards(

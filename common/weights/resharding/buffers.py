@@ -106,17 +106,21 @@ def locate_sources(gpu: GpuSharing, sources: Mapping[str, Tensor]) -> dict[Buffe
     return flats
 
 
+def own_elements(gpu: GpuSharing) -> int:
+    """Length of a flat buffer for what the rollout has of its own, which is what is rebuilt."""
+    return _end(_own_sizes(gpu))
+
+
+def own_in(gpu: GpuSharing, flat: Tensor) -> dict[Buffer, Tensor]:
+    """The rollout's own buffers in a flat one of [own_elements(gpu)]."""
+    return _carved(_own_sizes(gpu), flat)
+
+
 def allocate_own(
     gpu: GpuSharing, *, dtype: torch.dtype, device: torch.device
 ) -> dict[Buffer, Tensor]:
-    """Zeroed buffers of the rollout's own, for what is rebuilt."""
-    sizes = {
-        key._replace(own=number): one.tensor.numel
-        for key in shared_buffers(gpu)
-        for number, one in enumerate(gpu.clusters[key.cluster].rollout)
-        if one.view is None
-    }
-    return _carved(sizes, torch.zeros(_end(sizes), dtype=dtype, device=device))
+    """As `own_in`, in a new buffer of zeros."""
+    return own_in(gpu, torch.zeros(own_elements(gpu), dtype=dtype, device=device))
 
 
 def target_tensors(gpu: GpuSharing, buffers: Mapping[Buffer, Tensor]) -> dict[str, Tensor]:
@@ -148,6 +152,15 @@ def _source_views(gpu: GpuSharing) -> Iterator[tuple[Buffer, RankTensor, View]]:
 
 def _source_sizes(gpu: GpuSharing) -> dict[Buffer, int]:
     return {key: gpu.clusters[key.cluster].storage_elements for key in shared_buffers(gpu)}
+
+
+def _own_sizes(gpu: GpuSharing) -> dict[Buffer, int]:
+    return {
+        key._replace(own=number): one.tensor.numel
+        for key in shared_buffers(gpu)
+        for number, one in enumerate(gpu.clusters[key.cluster].rollout)
+        if one.view is None
+    }
 
 
 def _carved(sizes: Mapping[Buffer, int], flat: Tensor) -> dict[Buffer, Tensor]:

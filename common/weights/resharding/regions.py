@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from common.layouts.box import Box
 from common.layouts.storage import View
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from common.layouts.box import Box
-    from common.layouts.sharing import ClusterSharing, TensorSharing
+    from common.layouts.sharing import ClusterSharing, Move, TensorSharing
     from common.layouts.tensors import Part
 
 
@@ -88,7 +88,26 @@ def source_regions(held: ClusterSharing, wanted: Part, box: Box, buffer: Buffer)
     raise AssertionError(f"no training tensor of the rank has {wanted.tensor.name} {box}")
 
 
-def split(region: Region, like: Sequence[Region]) -> Iterator[Region]:
+def copies(
+    shared: TensorSharing, tensor: int, move: Move, held: ClusterSharing, buffer: Buffer
+) -> Iterator[tuple[Region, Region]]:
+    """Target and source of a move, in pieces that lie at one stride in both.
+
+    Args:
+        shared, tensor: the rollout's tensor, and its index among those of the cluster.
+        held: the cluster of the training rank that the move is from.
+        buffer: the one shared with training; a source's is the same one of that rank.
+    """
+    part, row = shared.tensor.parts[move.part], move.box.ranges[0][0]
+    for target in target_regions(shared, move.part, move.box, buffer, tensor):
+        stop = row + target.view.shape[0]
+        rows = Box(((row, stop), *move.box.ranges[1:]))
+        sources = source_regions(held, part, rows, buffer)
+        yield from zip(_split(target, sources), sources, strict=True)
+        row = stop
+
+
+def _split(region: Region, like: Sequence[Region]) -> Iterator[Region]:
     """The region in pieces of as many rows as others have."""
     buffer, view = region
     row = 0

@@ -20,8 +20,8 @@ from common.layouts.box import Box
 from common.weights.resharding.regions import (
     Buffer,
     Region,
+    copies,
     source_regions,
-    split,
     target_regions,
 )
 
@@ -152,21 +152,15 @@ class Schedule:
         shared = self.gpus[one.target].clusters[cluster].rollout[one.tensor]
         part, box = shared.tensor.parts[one.move.part], one.move.box
         holder = self.gpus[one.source].clusters[cluster]
-        targets = list(
-            target_regions(shared, one.move.part, box, Buffer(cluster, layer), one.tensor)
-        )
+        place = Buffer(cluster, layer)
         if one.source == one.target:
-            row = box.ranges[0][0]
-            for target in targets:
-                stop = row + target.view.shape[0]
-                rows = Box(((row, stop), *box.ranges[1:]))
-                sources = list(source_regions(holder, part, rows, Buffer(cluster, layer)))
-                current.copies += zip(split(target, sources), sources, strict=True)
-                row = stop
+            current.copies += copies(shared, one.tensor, one.move, holder, place)
         elif self.rank == one.target:
-            current.receives[one.source] += targets
+            current.receives[one.source] += target_regions(
+                shared, one.move.part, box, place, one.tensor
+            )
         else:
-            current.sends[one.target] += source_regions(holder, part, box, Buffer(cluster, layer))
+            current.sends[one.target] += source_regions(holder, part, box, place)
 
     # ---------------------------------------------------------------- whole gathers
 

@@ -59,6 +59,7 @@ class Event(_message.Message):
     TASK_COMMANDED_FIELD_NUMBER: _builtins.int
     PUSH_BEGAN_FIELD_NUMBER: _builtins.int
     PUSH_ENDED_FIELD_NUMBER: _builtins.int
+    WEIGHTS_REFRESHED_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
     """unique; made by the sender"""
     cause_id: _builtins.str
@@ -123,6 +124,8 @@ class Event(_message.Message):
     def push_began(self) -> Global___PushBegan: ...
     @_builtins.property
     def push_ended(self) -> Global___PushEnded: ...
+    @_builtins.property
+    def weights_refreshed(self) -> Global___WeightsRefreshed: ...
     def __init__(
         self,
         *,
@@ -159,16 +162,17 @@ class Event(_message.Message):
         task_commanded: Global___TaskCommanded | None = ...,
         push_began: Global___PushBegan | None = ...,
         push_ended: Global___PushEnded | None = ...,
+        weights_refreshed: Global___WeightsRefreshed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "contents_moved", b"contents_moved", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "push_began", b"push_began", "push_ended", b"push_ended", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_commanded", b"task_commanded", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "contents_moved", b"contents_moved", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "push_began", b"push_began", "push_ended", b"push_ended", "responses_trained", b"responses_trained", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_commanded", b"task_commanded", "task_failed", b"task_failed", "weights_published", b"weights_published", "weights_refreshed", b"weights_refreshed", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "contents_moved", b"contents_moved", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "push_began", b"push_began", "push_ended", b"push_ended", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_commanded", b"task_commanded", "task_failed", b"task_failed", "weights_published", b"weights_published", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group", b"_group", "_work", b"_work", "ahead_done", b"ahead_done", "body", b"body", "cause_id", b"cause_id", "contents_moved", b"contents_moved", "epoch", b"epoch", "event_id", b"event_id", "group", b"group", "group_dropped", b"group_dropped", "group_generated", b"group_generated", "group_prepared", b"group_prepared", "group_rewarded", b"group_rewarded", "group_scored", b"group_scored", "memory_wanted", b"memory_wanted", "participant_died", b"participant_died", "participant_joined", b"participant_joined", "policy_vision_encoded", b"policy_vision_encoded", "prefix_backpropagated", b"prefix_backpropagated", "prefix_encoded", b"prefix_encoded", "push_began", b"push_began", "push_ended", b"push_ended", "responses_trained", b"responses_trained", "run_id", b"run_id", "schema_version", b"schema_version", "sender", b"sender", "seq", b"seq", "step", b"step", "step_aborted", b"step_aborted", "step_began", b"step_began", "task_commanded", b"task_commanded", "task_failed", b"task_failed", "weights_published", b"weights_published", "weights_refreshed", b"weights_refreshed", "window_closed", b"window_closed", "window_opened", b"window_opened", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group: _TypeAlias = _typing.Literal["group"]  # noqa: Y015
     _WhichOneofArgType__group: _TypeAlias = _typing.Literal["_group", b"_group"]  # noqa: Y015
     _WhichOneofReturnType__work: _TypeAlias = _typing.Literal["work"]  # noqa: Y015
     _WhichOneofArgType__work: _TypeAlias = _typing.Literal["_work", b"_work"]  # noqa: Y015
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted", "contents_moved", "task_commanded", "push_began", "push_ended"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["step_began", "step_aborted", "participant_joined", "participant_died", "group_prepared", "group_dropped", "policy_vision_encoded", "prefix_encoded", "window_opened", "window_closed", "group_generated", "group_rewarded", "group_scored", "responses_trained", "prefix_backpropagated", "weights_published", "task_failed", "ahead_done", "memory_wanted", "contents_moved", "task_commanded", "push_began", "push_ended", "weights_refreshed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
@@ -840,6 +844,43 @@ class TaskCommanded(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group) -> _WhichOneofReturnType__group | None: ...
 
 Global___TaskCommanded: _TypeAlias = TaskCommanded  # noqa: Y015
+
+@_typing.final
+class WeightsRefreshed(_message.Message):
+    """From a rank of the rollout, where training has another degree: it has the step's weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    ALIAS_BYTES_FIELD_NUMBER: _builtins.int
+    GATHER_BYTES_FIELD_NUMBER: _builtins.int
+    REBUILD_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    weights_version: _builtins.int
+    alias_bytes: _builtins.int
+    """read where training wrote them"""
+    gather_bytes: _builtins.int
+    """copied into memory shared with training"""
+    rebuild_bytes: _builtins.int
+    """copied into memory of its own"""
+    seconds: _builtins.float
+    """of the copies"""
+    def __init__(
+        self,
+        *,
+        weights_version: _builtins.int = ...,
+        alias_bytes: _builtins.int = ...,
+        gather_bytes: _builtins.int = ...,
+        rebuild_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias_bytes", b"alias_bytes", "gather_bytes", b"gather_bytes", "rebuild_bytes", b"rebuild_bytes", "seconds", b"seconds", "weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsRefreshed: _TypeAlias = WeightsRefreshed  # noqa: Y015
 
 @_typing.final
 class MemoryWanted(_message.Message):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.config.recipe import EngineName
 from common.config.sglang import SglangConfig
+from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
 from common.worker.weights import FLAT
@@ -17,12 +18,12 @@ from services.rollout.window_memory import WindowMemory
 
 if TYPE_CHECKING:
     from common.config.recipe import Recipe
-    from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
     from common.worker.context import RunContext
     from common.worker.sm_token import SmToken
     from common.worker.weights import ModelShape
     from services.rollout.engines.protocol import Engine
+    from services.rollout.resharded import ReshardedWeights
 
 RESERVATION = "rollout.sglang"
 """What the ledger calls SGLang's places for keys and values, and weights of its own."""
@@ -34,14 +35,14 @@ async def make_engine(
     context: RunContext,
     *,
     shape: ModelShape,
-    weights: Storage,
+    weights: Storage | ReshardedWeights,
     model: SplitModel,
     token: SmToken | None,
 ) -> tuple[Engine, WindowMemory]:
     """The recipe's engine, not yet prepared, and what its processes take; that is reserved.
 
     Args:
-        weights: the policy's storage.
+        weights: the policy's storage; of another degree than training's, for the native engine.
         model: bound to it.
     Raises: ArenaFull if there is no room for what SGLang will take; LeaseMisuse if the policy's
         memory cannot be mapped by its processes.
@@ -52,10 +53,11 @@ async def make_engine(
             model,
             max_slots=recipe.rollout.max_slots,
             # Ranks would see it at different moments, and launch different kernels.
-            beside=None if token is None or context.tensor is not None else token.is_taken,
+            beside=None if token is None or context.degree > 1 else token.is_taken,
         )
         return native, WindowMemory(context.broker, context.run_id)
     assert context.engine_python is not None, "the controller has looked for it"
+    assert isinstance(weights, Storage), "SGLang runs where all services have one rank"
     config = recipe.rollout.sglang or SglangConfig()
     text = text_config(shape.config)
     settings = _settings(context, config)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.vlm.initialise import initialise, load_spec
-from tests.integration.runs.conftest import SPEC
+from tests.integration.runs.conftest import SPEC, VOCABULARY
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.node import Node, deployment
-from tests.integration.runs.test_ranks import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -41,6 +41,7 @@ def make_pool(model, response_tokens):
         response_tokens=response_tokens,
         dtype=model.dtype,
         device="cuda",
+        kv_heads=model.kv_heads,
     )
 
 

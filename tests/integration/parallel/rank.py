@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from common.rl.optimizer import FlatAdamW, ready_gradients
 from common.vlm.bound import bound_model
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.loading import empty_model
-from common.vlm.parallel.mesh import tensor_mesh
 from common.vlm.parallel.model import config_shape, parallel_model
 from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.parallel.state import GlobalNorm, save_shards, take_shard
@@ -28,18 +26,11 @@ from common.vlm.verification import split_backward
 from common.weights.binding import bind_parameters, views
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.protocol import GroupRequest, StepSpec
-from tests.integration.parallel.scenarios import (
-    ALGORITHM,
-    GROUPS,
-    RUNS,
-    SCENARIOS,
-    TEMPERATURE,
-    TOKENS,
-    WORLD,
-)
+from tests.integration.parallel.scenarios import ALGORITHM, SCENARIOS, TEMPERATURE, TOKENS
+from tests.integration.parallel.world import RUNS, join, meshes
 
-TIMEOUT_S = 200.0
 OPERATORS = {
+    torch.ops.c10d.allreduce_.default,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -152,28 +143,29 @@ class Rank:
             tokens=TOKENS,
             max_norm=ALGORITHM.max_grad_norm,
             learning_rate=ALGORITHM.learning_rate,
-            norm_of=GlobalNorm(self.layout, self.parts, self.mesh),
+            norm_of=GlobalNorm(self.layout, self.parts, meshes=[self.mesh]),
         )
         assert report.applied
         assert report.clipped
         optimizer.step(self.gradients, learning_rate=report.learning_rate)
         return report.gradient_norm
 
-    def decode(self, *, greedy):
+    def decode(self, *, greedy, top_k=0):
         """Tokens and log-probabilities of each group, from the engine."""
-        engine = NativeEngine(self.split, max_slots=9)
+        cases = self.scenario.cases[: self.scenario.decoded_groups]
+        engine = NativeEngine(self.split, max_slots=3 * len(cases))
         engine.begin_step(
             StepSpec(
                 step=4,
                 weights_version=4,
                 seed=77,
-                groups=tuple(range(len(self.scenario.cases))),
+                groups=tuple(range(len(cases))),
                 samples_per_group=3,
-                params=self.scenario.sampling(greedy=greedy),
+                params=self.scenario.sampling(greedy=greedy, top_k=top_k),
             )
         )
         with torch.no_grad():
-            for group, case in enumerate(self.scenario.cases):
+            for group, case in enumerate(cases):
                 vision = self.split.vision_embeddings(case.prompt)
                 engine.add_group(GroupRequest(group=group, prompt=case.prompt, vision=vision))
         done = {}
@@ -219,23 +211,10 @@ def roll_out(member, checkpoint):
 
 
 def main(rank, rendezvous, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    meshes, others = (
-        {
-            degree: tensor_mesh(groups, device_type="cpu", timeout_s=TIMEOUT_S)
-            for degree, groups in GROUPS.items()
-        }
-        for _ in range(2)
-    )
+    join(rank, rendezvous)
+    own, others = meshes(), meshes()
     for number, scenario in enumerate(SCENARIOS.values()):
-        members = {d: Rank(scenario, mesh) for d, mesh in meshes.items() if rank in RUNS[d]}
+        members = {d: Rank(scenario, mesh) for d, mesh in own.items() if rank in RUNS[d]}
         for degree, member in members.items():
             result = train(member, others[degree], folder / f"model-{number}-{degree}")
             torch.save(result, folder / f"trained-{number}-{degree}-{member.rank}.pt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,6 @@ from common.vlm.loading import suppressed_token_ids
 from common.vlm.tiny import tiny_config
 from common.vlm.verification_cases import make_case
 
-DEGREES = (1, 2, 4)
-WORLD = 4
-GROUPS = {1: ((0,), (1,), (2,), (3,)), 2: ((0, 1), (2, 3)), 4: ((0, 1, 2, 3),)}
-RUNS = {1: (0,), 2: (2, 3), 4: (0, 1, 2, 3)}
-"""Which ranks run a degree: rank 0 has the model to itself beside a group of two."""
 TEMPERATURE = 0.7
 ALGORITHM = AlgorithmConfig(weight_decay=0.1, max_grad_norm=0.5, learning_rate=1e-4)
 TOKENS = 14
@@ -33,12 +28,15 @@ class Scenario:
     train_vision: bool
     checkpointing: bool
     tolerance: float
+    hidden_size: int = 32
+    decoded_groups: int = 3
+    new_tokens: int = 6
 
     @property
     def config(self) -> Any:
         return tiny_config(
             vocab_size=48,
-            hidden_size=32,
+            hidden_size=self.hidden_size,
             intermediate_size=48,
             tie_word_embeddings=self.tied,
             vision_heads=self.vision_heads,
@@ -52,11 +50,12 @@ class Scenario:
             make_case(self.config, (1, 2), seed=3, text_tokens=6),
         ]
 
-    def sampling(self, *, greedy: bool) -> SamplingParams:
+    def sampling(self, *, greedy: bool, top_k: int = 0) -> SamplingParams:
         return SamplingParams(
-            max_new_tokens=6,
+            max_new_tokens=self.new_tokens,
             stop_token_ids=(8, 9, 10),
             temperature=0.0 if greedy else TEMPERATURE,
+            top_k=top_k,
             suppressed_token_ids=suppressed_token_ids(self.config),
         )
 
@@ -87,3 +86,17 @@ SCENARIOS = {
         tolerance=1e-5,
     ),
 }
+
+FUSED = {
+    name: replace(
+        scenario,
+        dtype=torch.float32,
+        tolerance=1e-5,
+        hidden_size=64,
+        decoded_groups=2,
+        new_tokens=3,
+    )
+    for name, scenario in SCENARIOS.items()
+    if scenario.train_vision
+}
+"""Fused kernels are for float32 and narrower; the device decoder wants heads of 16 at least."""

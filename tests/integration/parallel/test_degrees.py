@@ -7,7 +7,8 @@ from common.vlm.bound import bound_model
 from common.vlm.checkpoint import load_checkpoint
 from common.vlm.parallel.state import put_shard, take_shard
 from common.weights.binding import views
-from tests.integration.parallel.scenarios import ALGORITHM, DEGREES, SCENARIOS, WORLD
+from tests.integration.parallel.scenarios import ALGORITHM, SCENARIOS
+from tests.integration.parallel.world import DEGREES, WORLD
 from tests.integration.ranks import run_ranks
 
 LIMIT_S = 300.0

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TIGHT_ROOM_BYTES = 1_700_000
+DEGREES = ((2, 1), (1, 2))
+WIDE_DEGREES = ((4, 1), (4, 2), (2, 4))
+"""Of training and of the rollout."""
+VOCABULARY = 368
+"""Divided by any number of ranks here."""
 SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 
 
@@ -28,6 +33,16 @@ SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     initialise(load_spec(SPEC), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that several ranks can split."""
+    spec = load_spec(SPEC)
+    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
+    folder = tmp_path_factory.mktemp("divided") / "tiny"
+    initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder)
     return folder
 
 
@@ -58,6 +73,41 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     deadlines = Deadlines(start_s=300.0)
     ranks = {"train_tp": 2, "rollout_tp": 2}
     with _running(request, **ranks, governor="on", deadlines=deadlines) as node:
+        yield node
+
+
+def between(degrees: tuple[int, int]) -> str:
+    """The name of a test's parameter."""
+    return "to".join(map(str, degrees))
+
+
+@pytest.fixture(scope="module", params=DEGREES, ids=between)
+def unequal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, whose rollout has another degree than training."""
+    with _unequal(request) as node:
+        yield node
+
+
+@pytest.fixture(scope="module", params=WIDE_DEGREES, ids=between)
+def wide_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """As `unequal_node`, of more processes."""
+    with _unequal(request) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two replicas of each service that computes."""
+    with _running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def replicated_parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node of the module's own, with two replicas of two ranks of each service that computes."""
+    deadlines = Deadlines(start_s=400.0)
+    settings = {"train_tp": 2, "rollout_tp": 2, "dp": 2, "deadlines": deadlines}
+    with _running(request, **settings) as node:
         yield node
 
 
@@ -92,6 +142,10 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "mortal_node",
         "governed_node",
         "parallel_node",
+        "unequal_node",
+        "wide_node",
+        "replicated_node",
+        "replicated_parallel_node",
         "tight_node",
         "faulty_node",
     ):
@@ -112,6 +166,14 @@ async def _stop_all(node: Node) -> None:
             if not run.state.ended:
                 await client.stop(run.run_id)
                 await client.wait_run(run.run_id)
+
+
+@contextmanager
+def _unequal(request: pytest.FixtureRequest) -> Iterator[Node]:
+    train_tp, rollout_tp = request.param
+    deadlines = Deadlines(start_s=300.0)
+    with _running(request, train_tp=train_tp, rollout_tp=rollout_tp, deadlines=deadlines) as node:
+        yield node
 
 
 @contextmanager

@@ -231,11 +231,7 @@ class Striker:
     async def pushed(self, victim: str) -> Landed:
         """The rollout has the new version, which is not durable."""
         async with self._update_held() as version:
-
-            async def holds() -> bool:
-                return bool(self.seen.of_epoch(bodies.PushEnded))
-
-            await until(holds)
+            await until(self._push_over)
             struck = await self._kill(victim, "pushed, not durable")
         assert struck.step == version
         return struck
@@ -243,6 +239,9 @@ class Striker:
     async def durable(self, victim: str) -> Landed:
         """The new version is durable; the broker has not been told to publish it."""
         async with self._update_held() as version:
+            if self.seen.push_is_open:
+                await until(self._push_over)
+                await asyncio.sleep(ASKED_S)
             # It has asked Redis for the commit, which goes on without it.
             await asyncio.sleep(SETTLE_S)
             held = LEARNER if victim == LEARNER else BROKER
@@ -346,6 +345,9 @@ class Striker:
             url=self._node.deployment.redis_url,
             deadline_s=30.0,
         )
+
+    async def _push_over(self) -> bool:
+        return bool(self.seen.of_epoch(bodies.PushEnded))
 
     async def _is_durable(self, version: int) -> bool:
         records = await self._ledger.durable(RunId(self._run_id))

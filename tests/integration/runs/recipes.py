@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from tests.integration.runs.lab import Finished, Lab
+
+
+STEPS = 2
+"""Of `steady`."""
+
 
 def recipe(
     path: Path, schedule: Schedule = Schedule.ROLLPLEX, **tables: Mapping[str, Any]
@@ -33,6 +39,28 @@ def recipe(
     for table, values in tables.items():
         tree[table] = tree[table] | dict(values)
     return check(Recipe, tree, source="a run test")
+
+
+def steady(path: Path, schedule: Schedule, **training: Any) -> Recipe:
+    """An update in which no gradient is small beside epsilon: AdamW makes a step of any other, be
+    it rounding."""
+    return recipe(
+        path,
+        schedule,
+        reward={
+            "functions": [{"function": "rollplex.verify.task:checksum_reward"}],
+            "on_error": "stop",
+        },
+        algorithm={"kl_coefficient": 0.01, "learning_rate": 1e-2, "eps": 1e-2},
+        training={"steps": STEPS, **training},
+    )
+
+
+async def recorded(alone: Lab) -> Finished:
+    """One rank's run, and what it sampled."""
+    wanted = steady(alone.model, Schedule.SERIAL, record_responses=True)
+    (run,) = await alone.succeeded({"alone": wanted})
+    return run
 
 
 def final_tensors(run_dir: Path) -> dict[str, np.ndarray]:

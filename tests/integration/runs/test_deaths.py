@@ -143,6 +143,8 @@ async def test_a_disaggregated_run_survives_deaths_around_its_pushes(mortal_lab)
             await moment(striker, victim)
             for moment, victim in (
                 (Striker.window, ROLLOUT),
+                (Striker.configuring, LEARNER),
+                (Striker.configuring, ROLLOUT),
                 (Striker.pushing, LEARNER),
                 (Striker.pushing, ROLLOUT),
                 (Striker.pushed, LEARNER),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,24 +12,21 @@ from common.errors import RollplexError
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.step.schedule import Schedule
-from common.vlm.initialise import initialise, load_spec
 from rollplex.models import RunState
-from tests.integration.runs.conftest import SPEC
 from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import (
+    STEPS,
     checkpoint_tensors,
     different,
     final_tensors,
-    recipe,
+    recorded,
     relative_difference,
+    steady,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
 
-STEPS = 2
-VOCABULARY = 368
-"""Divided by the ranks."""
 PATIENCE = timedelta(seconds=300)
 BLOWS = (
     (Striker.window, "rollout/1"),
@@ -46,15 +42,6 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = load_spec(SPEC)
-    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
-    folder = tmp_path_factory.mktemp("divided") / "tiny"
-    initialise(spec.model_copy(update={"tokenizer": tokenizer}), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def alone(node, divided_model):
     return Lab(node, divided_model)
 
@@ -62,28 +49,6 @@ def alone(node, divided_model):
 @pytest.fixture(scope="module")
 def together(parallel_node, divided_model):
     return Lab(parallel_node, divided_model)
-
-
-def steady(model: Path, schedule: Schedule, **training: Any):
-    """An update in which no gradient is small beside epsilon: AdamW makes a step of any other, be
-    it rounding."""
-    return recipe(
-        model,
-        schedule,
-        reward={
-            "functions": [{"function": "rollplex.verify.task:checksum_reward"}],
-            "on_error": "stop",
-        },
-        algorithm={"kl_coefficient": 0.01, "learning_rate": 1e-2, "eps": 1e-2},
-        training={"steps": STEPS, **training},
-    )
-
-
-async def recorded(alone):
-    """One rank's run, and what it sampled."""
-    wanted = steady(alone.model, Schedule.SERIAL, record_responses=True)
-    (run,) = await alone.succeeded({"alone": wanted})
-    return run
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

@@ -5,12 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common.worker.ranks import TensorRanks
+import torch
+
+from common.step.place import Place
+from common.worker.ranks import Ranks
 
 
 def main(rendezvous):
     for one in rendezvous:
-        TensorRanks.join(one, rank=1, degree=2, collective_timeout_s=30.0).leave()
+        Ranks.join(
+            one,
+            place=Place(rank=1, degree=2),
+            device=torch.device("cpu"),
+            collective_timeout_s=30.0,
+        ).leave()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.worker.ranks import TensorRanks
+from common.step.place import Place
+from common.worker.ranks import Ranks
 
 DEGREE = 2
 
@@ -18,7 +19,10 @@ def main(rank, folder):
     seen = []
     for attempt in range(2):
         rendezvous = folder / f"join-{attempt}"
-        ranks = TensorRanks.join(rendezvous, rank=rank, degree=DEGREE, collective_timeout_s=30.0)
+        place = Place(rank=rank, degree=DEGREE)
+        ranks = Ranks.join(
+            rendezvous, place=place, device=torch.device("cpu"), collective_timeout_s=30.0
+        )
         total = torch.tensor([rank + 1])
         dist.all_reduce(total, group=ranks.mesh.get_group())
         ranks.meet()
@@ -31,7 +35,7 @@ def main(rank, folder):
             waiting.wait()
         seen.append(
             {
-                "degree": ranks.degree,
+                "replicas": ranks.replicas is not None,
                 "total": int(total),
                 "agree": agree,
                 "configured": int(configured),

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 30)]
 def test_ranks_join_agree_and_join_again(tmp_path):
     run_ranks("tests.integration.worker.rank", tmp_path, world=DEGREE, limit_s=LIMIT_S)
     expected = {
-        "degree": DEGREE,
+        "replicas": False,
         "total": 3,
         "agree": [True, False],
         "configured": 3,

@@ -43,17 +43,32 @@ def test_a_tensor_that_only_some_have_is_named():
     ]
 
 
-def test_roles_and_ranks_are_compared_by_themselves():
+def test_roles_and_pieces_are_compared_by_themselves():
+    first, second = {"a[0:1]": "1", "b": "5"}, {"a[1:2]": "2", "b": "5"}
     assert (
         found(
-            read("learner/0", a="1"),
-            read("rollout/0", a="1"),
-            read("learner/1", a="2"),
-            read("rollout/1", a="2"),
-            read("reference/0", ModelRole.REFERENCE, a="3"),
+            read("learner/0", **first),
+            read("learner/1", **second),
+            read("rollout/0", **(first | second)),
+            read("reference/0", ModelRole.REFERENCE, **{"a[0:1]": "3"}),
         )
         == []
     )
+
+
+def test_a_piece_that_one_of_its_holders_reads_otherwise_is_named():
+    rollout = read("rollout/0", **{"a[0:1]": "1", "a[1:2]": "9", "b": "5"})
+    assert found(
+        read("learner/0", **{"a[0:1]": "1", "b": "5"}),
+        read("learner/1", **{"a[1:2]": "2", "b": "6"}),
+        read("prefix-encoder/0", **{"a[0:1]": "1", "b": "5"}),
+        read("prefix-encoder/1", **{"a[1:2]": "2"}),
+        rollout,
+    ) == [
+        ("rollout/0", "a[1:2]", "9", "2"),
+        ("learner/1", "b", "6", "5"),
+        ("prefix-encoder/1", "b", None, "5"),
+    ]
 
 
 async def test_an_absent_service_is_named():

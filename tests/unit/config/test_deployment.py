@@ -49,6 +49,11 @@ def test_every_rank_has_ports_of_its_own():
     assert len(addresses) == 42
 
 
+def test_there_are_ports_for_ten_ranks_of_a_service():
+    with pytest.raises(ConfigError, match="dp = 4 with train_tp = 3: a service has at most 10"):
+        load_deployment(None, ["train_tp=3", "rollout_tp=3", "dp=4"])
+
+
 def test_ports_of_the_system_and_single_exceptions():
     deployment = load_deployment(None, ["grpc_port_base=0", "services.broker.grpc_port=9000"])
     assert deployment.grpc_address(BROKER) == "127.0.0.1:9000"
@@ -157,13 +162,30 @@ def test_bad_environment_raises(name, value, words):
         ("device=tpu", "device = 'tpu'"),
         ("name=Has Space", "name = 'Has Space'"),
         ("train_tp=11", "less than or equal to 10"),
-        ("train_tp=2", "train_tp = 2 with rollout_tp = 1"),
-        ("rollout_tp=2", "train_tp = 1 with rollout_tp = 2"),
+        ("dp=11", "less than or equal to 10"),
     ],
 )
 def test_wrong_value_is_named(item, words):
     with pytest.raises(ConfigError, match=words):
         load_deployment(None, [item])
+
+
+@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
+def test_several_replicas_run_ungoverned_on_the_cpu(item):
+    name, _, value = item.partition("=")
+    with pytest.raises(ConfigError, match=f"dp = 2 with {name} = ['\"]{value}"):
+        load_deployment(None, ["dp=2", item])
+
+
+def test_every_replica_has_all_ranks():
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "dp=3"])
+    assert {service: deployment.ranks(service) for service in Service} == {
+        Service.CONTROLLER: 1,
+        Service.BROKER: 1,
+        **dict.fromkeys(WORKERS, 6),
+    }
+    place = deployment.place(Participant(service=Service.ROLLOUT, rank=5))
+    assert (place.replica, place.tensor_rank) == (2, 1)
 
 
 def test_several_ranks_have_a_gpu_each_and_are_governed():
@@ -172,13 +194,25 @@ def test_several_ranks_have_a_gpu_each_and_are_governed():
     assert deployment.governed
 
 
+@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
+def test_degrees_that_differ_run_ungoverned_on_the_cpu(item):
+    name, _, value = item.partition("=")
+    for train_tp, rollout_tp in ((2, 1), (1, 2)):
+        refused = f"train_tp = {train_tp} with rollout_tp = {rollout_tp}: .*{name} = '{value}'"
+        with pytest.raises(ConfigError, match=refused):
+            load_deployment(None, [f"train_tp={train_tp}", f"rollout_tp={rollout_tp}", item])
+
+
 def test_every_worker_has_the_ranks_of_its_side():
-    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2"])
-    assert {service: deployment.ranks(service) for service in Service} == {
+    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=4"])
+    expected = {
         Service.CONTROLLER: 1,
         Service.BROKER: 1,
         **dict.fromkeys(WORKERS, 2),
+        Service.ROLLOUT: 4,
     }
+    assert {service: deployment.ranks(service) for service in Service} == expected
+    assert deployment.partners.ranks == {service: expected[service] for service in WORKERS}
 
 
 def test_redis_of_the_node_or_the_configured_one():

@@ -19,6 +19,7 @@ from common.ids import (
     StepIndex,
     WeightsVersion,
 )
+from common.step.place import Place
 from common.step.schedule import Schedule
 from services.controller import instructions as do
 from services.controller import messages as got
@@ -47,7 +48,7 @@ SETTINGS = RunSettings(
     step_deadline_s=60.0,
     replay_dir=None,
     ahead=True,
-    ranks=1,
+    place=Place(),
     order=lambda step: [2 * step, 2 * step + 1],
 )
 RECORD = RunRecord(run_id=RUN, steps_total=3, train_rows=10)

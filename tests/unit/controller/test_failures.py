@@ -9,6 +9,7 @@ import pytest
 from common.errors import ErrorCode
 from common.events import bodies
 from common.ids import Participant, Service
+from common.step.place import Place
 from services.controller import instructions as do
 from services.controller import messages as got
 from services.controller.config import FailurePolicy
@@ -195,7 +196,7 @@ def test_a_checkpoint_cut_off_by_a_death_is_written_after_the_restart():
 
 def test_ranks_that_a_failed_checkpoint_has_parted_are_configured_anew():
     """The client has its answer by then, and no attempt is counted against the run."""
-    driver = Driver(ranks=2, policy=FailurePolicy(max_restarts_in_a_row=0))
+    driver = Driver(place=Place(replicas=2), policy=FailurePolicy(max_restarts_in_a_row=0))
     driver.tell(got.PauseRequested())
     driver.configure()
     before = driver.epoch

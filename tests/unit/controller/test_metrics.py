@@ -8,6 +8,7 @@ import pytest
 
 from common.events import Event, bodies
 from common.ids import Epoch, GroupId, LeaseId, Participant, Service, StepIndex, WeightsVersion
+from common.step.place import Place
 from common.step.tasks import Task
 from services.controller.metrics import StepObserver, covered_ns, overlap_fraction
 from services.controller.move_tally import MoveTally
@@ -177,7 +178,12 @@ def test_windows_without_spans_are_timed_by_arrival():
     ],
 )
 def test_overlap_fraction(spans, windows, expected):
-    assert overlap_fraction(spans, windows) == expected
+    assert overlap_fraction([(0, one) for one in spans], [(0, one) for one in windows]) == expected
+
+
+def test_prefixes_hide_in_windows_of_their_own_replica_alone():
+    spans = [(0, (0, 10)), (1, (0, 10))]
+    assert overlap_fraction(spans, [(1, (5, 10))]) == 0.25
 
 
 def test_the_time_of_a_task_counts_overlapping_spans_once():
@@ -287,3 +293,29 @@ def test_what_leaves_after_a_steps_record_is_of_the_next_one():
         late.apply(event(name, epoch))
     assert observer.apply(event("c", following.epoch), received_ns=0)
     assert observer.record(None).metrics["policy_optimizer_spilled_bytes"] == 16
+
+
+def test_a_record_is_of_all_replicas():
+    groups = tuple(dataclasses.replace(group, replica=group.group) for group in PLAN.groups)
+    observer = StepObserver(
+        dataclasses.replace(PLAN, groups=groups),
+        needs_reference=True,
+        place=Place(degree=2, replicas=2),
+    )
+    for rank in range(4):
+        sender = Participant(service=Service.ROLLOUT, rank=rank)
+        at = 10 * rank
+        work = span(Task.DECODE, at, at + 1)
+        _apply(observer, bodies.WindowOpened(), work=work, sender=sender)
+        work = span(Task.POLICY_PREFIX, at + 2, at + 6)
+        _apply(observer, _encoded("policy"), group=rank // 2, work=work, sender=sender)
+        _apply(observer, _generated(5 + rank), group=rank // 2, sender=sender)
+        closed = bodies.WindowClosed(decode_iterations=1, response_tokens=1)
+        work = span(Task.DECODE, at + 1, at + 4)
+        _apply(observer, closed, work=work, sender=sender)
+    metrics = observer.record(None).metrics
+    assert metrics["response_tokens"] == 5 + 7
+    assert metrics["window_s"] == 6.0
+    assert metrics["prefix_overlap_fraction"] == 0.5
+    windows = [row for row in observer.spans() if row.task == "window"]
+    assert [row.participant for row in windows] == ["rollout/0", "rollout/2"]

@@ -22,13 +22,17 @@ def model(tmp_path):
     return tmp_path
 
 
-def node(degree, **settings):
-    return Deployment(train_tp=degree, rollout_tp=degree, **settings)
+def node(train_tp, rollout_tp=None, **settings):
+    return Deployment(train_tp=train_tp, rollout_tp=rollout_tp or train_tp, **settings)
 
 
 def rewarded(model, on_error):
     functions = [{"function": "rollplex.verify.task:checksum_reward"}]
     return recipe(model, reward={"functions": functions, "on_error": on_error})
+
+
+def scheduled(model, schedule):
+    return recipe(model, schedule, reward=rewarded(model, "stop").reward.model_dump())
 
 
 def test_one_rank_asks_for_nothing(tmp_path):
@@ -45,9 +49,34 @@ def test_dropping_groups_is_refused_by_name(model):
         check_ranks(rewarded(model, "drop_group"), node(2))
 
 
-def test_a_degree_that_does_not_divide_the_model_is_refused(model):
+@pytest.mark.parametrize("degrees", [(7, 7), (1, 7), (7, 1)], ids=str)
+def test_a_degree_that_does_not_divide_the_model_is_refused(model, degrees):
     with pytest.raises(DegreeInvalid, match="tensor-parallel degree = 7"):
-        check_ranks(rewarded(model, "stop"), node(7))
+        check_ranks(rewarded(model, "stop"), node(*degrees))
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 4), (2, 4), (4, 2), (4, 4)], ids=str)
+def test_fused_is_legal_where_key_value_heads_nest(model, degrees):
+    """Of two heads, each of four ranks has one."""
+    check_ranks(scheduled(model, Schedule.FUSED), node(*degrees))
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=str)
+def test_pushes_from_rank_to_rank_need_as_many_on_either_side(model, degrees):
+    for schedule in OWN_WEIGHTS:
+        check_ranks(scheduled(model, schedule), node(2))
+        with pytest.raises(InvalidArgument, match=rf'"{schedule}" .*rank to rank.* equal degrees'):
+            check_ranks(scheduled(model, schedule), node(*degrees))
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (4, 1)], ids=str)
+def test_fused_is_refused_where_key_value_heads_do_not_nest(model, degrees):
+    train, rollout = degrees
+    for schedule in (Schedule.SERIAL, Schedule.ROLLPLEX):
+        check_ranks(scheduled(model, schedule), node(*degrees))
+    refused = rf'"fused" on a node with train_tp = {train} and rollout_tp = {rollout}: .*"rollplex"'
+    with pytest.raises(InvalidArgument, match=refused):
+        check_ranks(scheduled(model, Schedule.FUSED), node(*degrees))
 
 
 def test_sglang_has_one_rank(model):
@@ -55,11 +84,25 @@ def test_sglang_has_one_rank(model):
     functions = [{"function": "rollplex.verify.task:checksum_reward"}]
     reward = {"functions": functions, "on_error": "stop"}
     wanted = recipe(model, reward=reward, rollout=table)
-    check_ranks(wanted, node(1, engine_python=sys.executable))
-    with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*train_tp = 2'):
-        check_ranks(wanted, node(2, engine_python=sys.executable))
+    python = sys.executable
+    check_ranks(wanted, node(1, engine_python=python))
+    replicas = Deployment(dp=2, engine_python=python)
+    for several, name in ((node(2, engine_python=python), "train_tp"), (replicas, "dp")):
+        with pytest.raises(InvalidArgument, match=rf'rollout\.engine = "sglang".*{name} = 2'):
+            check_ranks(wanted, several)
     with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
         check_ranks(wanted, node(1))
+
+
+def test_replicas_push_no_weights(tmp_path):
+    wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
+    check_ranks(wanted, node(1))
+    with pytest.raises(InvalidArgument, match=r'"disaggregated" on a node with dp = 2'):
+        check_ranks(wanted, Deployment(dp=2))
+
+
+def test_replicas_may_drop_groups(model):
+    check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

@@ -11,7 +11,9 @@ from common.config.loading import check
 from common.config.recipe import Recipe
 from common.errors import InvalidArgument, ResourceExhausted
 from common.ids import Epoch, StepIndex, WeightsVersion
+from common.step.place import Place
 from common.step.plan import StepMode
+from common.vlm.tiny import tiny_config
 from protos.rollplex.v1 import broker_pb2
 from services.controller.feed import RunFeed
 from services.controller.files import append_step, prepare_run_dir, read_steps
@@ -63,14 +65,16 @@ def test_records_survive_json():
 )
 def test_an_evaluation_uses_no_more_rows_than_there_are(eval_prompts, eval_rows, expected):
     recipe = _recipe(data={"eval": "a.b:d"}, training={"eval_prompts": eval_prompts})
-    assert run_settings(recipe, train_rows=9, eval_rows=eval_rows, ranks=1).eval_rows == expected
+    assert (
+        run_settings(recipe, train_rows=9, eval_rows=eval_rows, place=Place()).eval_rows == expected
+    )
 
 
 def test_the_samples_of_a_step_depend_on_seed_and_step_only():
-    settings = run_settings(_recipe(), train_rows=8, eval_rows=0, ranks=1)
-    again = run_settings(_recipe(), train_rows=8, eval_rows=0, ranks=1)
+    settings = run_settings(_recipe(), train_rows=8, eval_rows=0, place=Place())
+    again = run_settings(_recipe(), train_rows=8, eval_rows=0, place=Place())
     other = run_settings(
-        _recipe().model_copy(update={"seed": 6}), train_rows=8, eval_rows=0, ranks=1
+        _recipe().model_copy(update={"seed": 6}), train_rows=8, eval_rows=0, place=Place()
     )
     steps = [settings.order(StepIndex(step)) for step in range(4)]
     assert steps == [again.order(StepIndex(step)) for step in range(4)]
@@ -81,17 +85,27 @@ def test_the_samples_of_a_step_depend_on_seed_and_step_only():
 
 def test_replayed_responses_come_from_the_folder_in_which_the_rollout_keeps_them():
     settings = run_settings(
-        _recipe(training={"replay_from": "/runs/old"}), train_rows=8, eval_rows=0, ranks=1
+        _recipe(training={"replay_from": "/runs/old"}), train_rows=8, eval_rows=0, place=Place()
     )
     assert settings.replay_dir == "/runs/old/responses"
 
 
 def test_an_evaluation_has_time_in_proportion_to_its_groups():
     recipe = _recipe(data={"eval": "a.b:d"}, training={"step_deadline_s": 10})
-    settings = run_settings(recipe, train_rows=8, eval_rows=20, ranks=1)
+    settings = run_settings(recipe, train_rows=8, eval_rows=20, place=Place())
     plan = settings.eval_plan("r", StepIndex(0), Epoch(1))
     assert settings.deadline_s(plan) == 50
     assert settings.deadline_s(settings.train_plan("r", StepIndex(0), Epoch(1))) == 10
+
+
+def test_groups_are_bound_to_the_replicas_in_turn():
+    recipe = _recipe(data={"eval": "a.b:d"}, training={"prompts_per_step": 5, "steps": 4})
+    settings = run_settings(recipe, train_rows=9, eval_rows=3, place=Place(degree=2, replicas=2))
+    trained = settings.train_plan("r", StepIndex(0), Epoch(1))
+    evaluated = settings.eval_plan("r", StepIndex(0), Epoch(1))
+    assert [group.replica for group in trained.groups] == [0, 1, 0, 1, 0]
+    assert [group.replica for group in evaluated.groups] == [0, 1, 0]
+    assert evaluated.ahead == trained.groups
 
 
 def _ahead(plan):
@@ -104,7 +118,7 @@ def _samples(plan):
 
 def test_a_plan_names_the_groups_of_what_comes_next():
     recipe = _recipe(data={"eval": "a.b:d"}, training={"steps": 4, "eval_every_steps": 2})
-    settings = run_settings(recipe, train_rows=9, eval_rows=3, ranks=1)
+    settings = run_settings(recipe, train_rows=9, eval_rows=3, place=Place())
     trained = [settings.train_plan("r", StepIndex(step), Epoch(1)) for step in range(4)]
     evaluated = [settings.eval_plan("r", StepIndex(step), Epoch(1)) for step in (0, 2, 4)]
     assert _ahead(evaluated[0]) == _samples(trained[0])
@@ -118,8 +132,8 @@ def test_a_plan_names_the_groups_of_what_comes_next():
 
 
 def test_a_plan_names_nothing_ahead_behind_the_last_step_or_where_it_is_off():
-    plain = run_settings(_recipe(), train_rows=9, eval_rows=0, ranks=1)
-    off = run_settings(_recipe(training={"ahead": False}), train_rows=9, eval_rows=0, ranks=1)
+    plain = run_settings(_recipe(), train_rows=9, eval_rows=0, place=Place())
+    off = run_settings(_recipe(training={"ahead": False}), train_rows=9, eval_rows=0, place=Place())
     assert _ahead(plain.train_plan("r", StepIndex(8), Epoch(1)))
     assert _ahead(plain.train_plan("r", StepIndex(9), Epoch(1))) == []
     assert _ahead(off.train_plan("r", StepIndex(8), Epoch(1))) == []
@@ -160,7 +174,7 @@ def test_parameters_are_counted_from_the_headers(model):
 )
 def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
     recipe = _recipe(model={"path": str(model)} | table, algorithm={"kl_coefficient": kl})
-    needed = needed_bytes(recipe, device="cpu", ranks=1)
+    needed = needed_bytes(recipe, device="cpu", place=Place())
     reference = expected.pop("reference", None)
     assert needed.pop("reference.weights", None) == reference
     assert needed == {f"policy.{name}": size for name, size in expected.items()}
@@ -185,8 +199,31 @@ def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
 ):
     parts = {"optimizer_part_mib": 1 / 1024} | training
     recipe = _recipe(model={"path": str(model)}, training=parts)
-    needed = needed_bytes(recipe, device=device, ranks=ranks)
+    needed = needed_bytes(recipe, device=device, place=Place(degree=ranks))
     assert needed["policy.optimizer"] == 8 * elements
+
+
+@pytest.mark.parametrize(
+    ("rollout_ranks", "elements"),
+    # Two ranks have the joined projections of two blocks once more.
+    [(None, None), (1, None), (2, 2 * 3 * 64 * (64 + 1))],
+)
+def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout_ranks, elements):
+    tower = {"vision_hidden_size": 64, "vision_heads": 2}
+    (model / "config.json").write_text(json.dumps(tiny_config(**tower).to_dict()))
+    recipe = _recipe(model={"path": str(model)})
+    needed = needed_bytes(recipe, device="cpu", place=Place(), rollout_ranks=rollout_ranks)
+    bytes_ = None if elements is None else 4 * elements
+    assert needed.get("rollout.weights") == bytes_
+
+
+def test_replicas_share_the_optimizers_state_alone(model):
+    recipe = _recipe(model={"path": str(model)}, algorithm={"kl_coefficient": 0.1})
+    one = needed_bytes(recipe, device="cpu", place=Place())
+    three = needed_bytes(recipe, device="cpu", place=Place(replicas=3))
+    assert three.pop("policy.optimizer") == one.pop("policy.optimizer")
+    assert three == {name: 3 * size for name, size in one.items()}
+    assert "reference.weights" in one
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
@@ -194,7 +231,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
     row = broker_pb2.LedgerEntry(
         name="policy.weights", run_id="other", bytes=2**20, holders=["learner/0"], until="its end"
     )
-    node = {"device": "cpu", "ranks": 1}
+    node = {"device": "cpu", "place": Place()}
     check_room(recipe, broker_pb2.Ledger(capacity_bytes=6004 + 8008 + 4004), **node)
     with pytest.raises(ResourceExhausted, match=r"arena_gib") as refused:
         check_room(recipe, broker_pb2.Ledger(capacity_bytes=18_000, entries=[row]), **node)

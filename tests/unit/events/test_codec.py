@@ -72,6 +72,13 @@ BODIES = [
     bodies.PrefixBackpropagated(),
     bodies.PrefixBackpropagated(recomputed=True, recompute_s=0.25),
     bodies.WeightsPublished(weights_version=WeightsVersion(4), metrics={"norm": 0.5}),
+    bodies.WeightsRefreshed(
+        weights_version=WeightsVersion(4),
+        alias_bytes=1,
+        gather_bytes=2,
+        rebuild_bytes=3,
+        seconds=0.5,
+    ),
     bodies.PushBegan(weights_version=WeightsVersion(4), elements=12),
     bodies.PushEnded(weights_version=WeightsVersion(4), size_bytes=48),
     bodies.AheadDone(task=Task.AHEAD_VISION, index=GroupId(1)),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from common.errors import NotFound
 from common.ids import WeightsVersion
+from common.step.place import Place
 from services.learner.shadow import HostShadow
 from tests.unit.learner.conftest import masters_of, moments_of
 
 
 def save(folder, state, version):
     """All parts. Returns: the slot's name."""
-    shadow = HostShadow(folder, state, rank=0)
+    shadow = HostShadow(folder, state, place=Place())
     shadow.begin(WeightsVersion(version))
     for part in state.parts:
         shadow.save(part)
@@ -22,7 +25,7 @@ def save(folder, state, version):
 
 
 def restore(folder, state, name):
-    shadow = HostShadow(folder, state, rank=0)
+    shadow = HostShadow(folder, state, place=Place())
     for part in state.parts:
         shadow.restore(name, part)
 
@@ -68,7 +71,7 @@ def test_restoring_does_not_change_the_slot(tmp_path, make_state):
 
 def test_a_lost_or_cut_slot_is_named(tmp_path, make_state):
     state = make_state()
-    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow = HostShadow(tmp_path, state, place=Place())
     with pytest.raises(NotFound, match="rank0of1-v1"):
         restore(tmp_path, state, "rank0of1-v1")
     path = tmp_path / save(tmp_path, state, 1)
@@ -80,7 +83,7 @@ def test_a_lost_or_cut_slot_is_named(tmp_path, make_state):
 def test_a_version_that_was_not_finished_is_none(tmp_path, make_state):
     state = make_state(seed=1, parts=2)
     first = save(tmp_path, state, 3)
-    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow = HostShadow(tmp_path, state, place=Place())
     shadow.begin(WeightsVersion(4))
     shadow.save(state.parts[0])
     with pytest.raises(NotFound):
@@ -95,7 +98,7 @@ def test_a_version_of_a_later_past_does_not_come_back(tmp_path, make_state):
     state = make_state(seed=1, parts=2)
     later = save(tmp_path, state, 8)
     # The run has gone back to a checkpoint of version 5.
-    shadow = HostShadow(tmp_path, state, rank=0)
+    shadow = HostShadow(tmp_path, state, place=Place())
     shadow.begin(WeightsVersion(6))
     with pytest.raises(NotFound):
         shadow.check(later)
@@ -104,7 +107,7 @@ def test_a_version_of_a_later_past_does_not_come_back(tmp_path, make_state):
 def test_slots_of_another_number_of_ranks_make_room(tmp_path, make_state):
     whole, half = make_state(seed=1, parts=2), make_state(seed=2, parts=1)
     save(tmp_path, whole, 1)
-    shadow = HostShadow(tmp_path, half, rank=0, degree=2)
+    shadow = HostShadow(tmp_path, half, place=Place(degree=2))
     for version in (2, 3):
         shadow.begin(WeightsVersion(version))
         shadow.save(half.parts[0])
@@ -112,3 +115,26 @@ def test_slots_of_another_number_of_ranks_make_room(tmp_path, make_state):
     assert {path.name for path in tmp_path.iterdir()} == {"rank0of2-v2", "rank0of2-v3"}
     for name in ("rank0of2-v2", "rank0of2-v3"):
         shadow.restore(name, half.parts[0])
+
+
+def test_each_replica_saves_its_share(tmp_path, make_state):
+    saved, other = make_state(seed=1, parts=7), make_state(seed=2, parts=7)
+    shares = (slice(0, 3), slice(3, 7))
+    for replica, parts in enumerate(shares):
+        place = Place(rank=replica, replicas=2)
+        state = replace(saved, parts=saved.parts[parts])
+        shadow = HostShadow(tmp_path, state, place=place)
+        version = WeightsVersion(1)
+        shadow.begin(version)
+        for part in state.parts:
+            shadow.save(part)
+        shadow.finish(version)
+        own = state.own.stop - state.own.start
+        name = f"rank{replica}of1x2-v1"
+        assert (tmp_path / name).stat().st_size == 3 * own * saved.dtype.itemsize
+        target = replace(other, parts=other.parts[parts])
+        for part in target.parts:
+            HostShadow(tmp_path, target, place=place).restore(name, part)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank0of1x2-v1", "rank1of1x2-v1"}
+    assert torch.equal(masters_of(other), masters_of(saved))
+    assert torch.equal(moments_of(other), moments_of(saved))

@@ -10,10 +10,12 @@ from common.events import bodies
 from common.ids import LeaseId
 from common.rl.losses import LossSums
 from common.rl.optimizer import UpdateReport
+from common.step.place import Place
 from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.step.view import StepView
 from services.learner.step_metrics import step_metrics
+from tests.unit.step.test_replicas import said, shared
 from tests.unit.step.test_schedule import DONE, folded, generated, plan
 
 DROPPED = bodies.GroupDropped(code="reward", reason="all failed", sample=0)
@@ -68,3 +70,19 @@ def test_groups_without_gradient_dilute_the_loss_only():
     assert metrics["response_tokens"] == 8.0
     assert metrics["groups_without_gradient"] == 1.0
     assert metrics["gradient_norm"] == 2.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_numbers_are_of_all_replicas(rank):
+    place = Place(rank=rank, replicas=2)
+    view = StepView(shared(groups=3), needs_reference=False, place=place)
+    sums = LossSums(tokens=4.0, measured_tokens=4.0, loss=8.0)
+    for group in range(2):
+        for body in (generated(), trained(sums, LeaseId(9)), rewarded(float(group)), DONE):
+            view.apply(said(body, group, rank=group))
+    view.apply(said(DROPPED, 2))
+    metrics = step_metrics(view, None)
+    assert (metrics["groups"], metrics["groups_dropped"]) == (2.0, 1.0)
+    assert metrics["response_tokens"] == 8.0
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["loss"] == 2.0

@@ -117,7 +117,7 @@ class Epoch:
                 recipe=SimpleNamespace(prefix_passes=1),
                 governed=False,
                 device=CPU.torch,
-                tensor=None,
+                degree=1,
             ),
             gradients=gradients,
             graphs=PrefixGraphs(

@@ -42,6 +42,20 @@ def test_a_step_that_is_run_again_replaces_its_recording(tmp_path):
         recording.responses(1)
 
 
+def test_replicas_record_their_groups_apart(tmp_path):
+    Recording.write(tmp_path, 3, [group(0, [2]), group(2, [3])])
+    Recording.write(tmp_path, 3, [group(1, [4])], replica=1)
+    recording = Recording.read(tmp_path, 3)
+    found = [recording.responses(number).lengths.tolist() for number in range(3)]
+    assert found == [[2], [4], [3]]
+    # Run again with one replica.
+    Recording.write(tmp_path, 3, [group(0, [5]), group(1, [6])])
+    assert Recording.read(tmp_path, 3).responses(1).lengths.tolist() == [6]
+    (tmp_path / "step-00000003.1.safetensors").write_bytes(b"")
+    with pytest.raises(RecordingInvalid, match=r"step-00000003\.1\.safetensors"):
+        Recording.read(tmp_path, 3)
+
+
 @pytest.mark.parametrize("contents", [None, b"", b"not safetensors"])
 def test_a_missing_or_broken_recording_is_named(tmp_path, contents):
     if contents is not None:

@@ -7,14 +7,18 @@ from dataclasses import replace
 import pytest
 
 from common.events import bodies
-from common.ids import GroupId, LeaseId, Participant, Service
+from common.ids import WORKERS, GroupId, LeaseId, Participant, Service
 from common.step.machine import CommandTask, Lane, StepMachine
+from common.step.partners import Partners
+from common.step.place import Place
 from common.step.schedule import Schedule
 from common.step.tasks import Task
 from tests.unit.step.test_machine import begun, starts
 from tests.unit.step.test_schedule import PREPARED, VISION, event, plan, prefix
 
-ENCODERS = [Participant(service=Service.PREFIX_ENCODER, rank=rank) for rank in range(2)]
+ENCODER = Service.PREFIX_ENCODER
+ENCODERS = [Participant(service=ENCODER, rank=rank) for rank in range(4)]
+EQUAL = Partners(dict.fromkeys(WORKERS, 2))
 LANES = (
     Lane(name="data", tasks=(Task.PREPARE,), width=2),
     Lane(
@@ -26,7 +30,13 @@ LANES = (
 
 
 def machine(rank, lanes=LANES):
-    made = StepMachine(lanes, needs_reference=False, participant=ENCODERS[rank], ranks=2)
+    made = StepMachine(
+        lanes,
+        needs_reference=False,
+        participant=ENCODERS[rank],
+        place=Place(rank=rank, degree=2),
+        partners=EQUAL,
+    )
     begun(made, groups=2, schedule=Schedule.ROLLPLEX)
     return made
 
@@ -105,7 +115,7 @@ def test_commands_of_an_older_epoch_are_forgotten():
 @pytest.mark.parametrize(("rank", "lease"), [(0, LeaseId(7)), (1, LeaseId(8))])
 def test_a_view_has_the_leases_of_its_own_rank(rank, lease):
     made = machine(rank)
-    for sender, number in zip(ENCODERS, (7, 8), strict=True):
+    for sender, number in zip(ENCODERS[:2], (7, 8), strict=True):
         body = replace(prefix(bodies.ModelRole.POLICY), lease=LeaseId(number))
         made.handle(said(body, 0, sender=sender))
     assert made.view.groups[GroupId(0)].prefixes[bodies.ModelRole.POLICY].lease == lease

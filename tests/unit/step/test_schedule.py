@@ -8,6 +8,7 @@ from common.events import Event, bodies
 from common.events.bodies import ModelRole
 from common.ids import Epoch, GroupId, LeaseId, Participant, RunId, Service, StepIndex
 from common.ids import WeightsVersion as V
+from common.step.place import Place
 from common.step.plan import TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
 from common.step.schedule import OWN_WEIGHTS, TABLE, Condition, Schedule
 from common.step.tasks import AHEAD, OWNER, WEIGHTS_DEPENDENT, Task
@@ -153,7 +154,8 @@ def test_a_rollout_with_its_own_weights_waits_for_no_vision():
 
 def test_a_push_is_about_one_rank():
     view = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False)
-    other = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False, rank=1)
+    place = Place(rank=1, degree=2)
+    other = StepView(plan(Schedule.DISAGGREGATED), needs_reference=False, place=place)
     began, ended = (
         bodies.PushBegan(weights_version=V(1), elements=3),
         bodies.PushEnded(weights_version=V(1), size_bytes=12),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.weights.binding import bind_parameters, views
+from common.weights.binding import bind_parameters, bind_tensors, views
 from common.weights.errors import LayoutMismatch, MissingWeight, UnexpectedWeight
 from common.weights.layout import TensorSpec, WeightLayout
 
@@ -104,3 +104,31 @@ def test_binding_covers_exactly_the_model(replaced, error, message):
     layout = tied_layout(**replaced)
     with pytest.raises(error, match=message):
         bind_parameters(meta_model(), layout, torch.zeros(layout.total_elements), None)
+
+
+def scattered(layout):
+    """Each entry in memory of its own."""
+    return {one.name: torch.zeros(one.shape) for one in layout.entries}
+
+
+def test_parameters_may_lie_anywhere():
+    layout, model = tied_layout(), meta_model()
+    weights = scattered(layout)
+    strided = torch.zeros(weights["frozen.weight"].shape[::-1]).t()
+    weights["frozen.weight"] = strided
+    bind_tensors(model, layout, weights | {"of another model": torch.zeros(1)}, {})
+    assert model.first.weight is model.second.weight
+    assert not any(p.requires_grad for p in model.parameters())
+    strided.add_(1)
+    assert model.frozen.weight.min() == 1
+
+
+def test_parameters_that_were_given_no_tensor_are_named():
+    layout = tied_layout()
+    weights = scattered(layout)
+    gone = ["first.bias", "frozen.weight"]
+    for name in gone:
+        del weights[name]
+    with pytest.raises(MissingWeight) as raised:
+        bind_tensors(meta_model(), layout, weights, {})
+    assert raised.value.data["names"] == gone

@@ -14,6 +14,7 @@ import pytest
 
 from common.governor.table import H200, CoRun, CoRunTable, load_table
 from common.ids import Epoch, Participant, Service
+from common.step.place import Place
 from common.step.tasks import Task
 from common.step.view import StepView
 from common.worker import decode_watch
@@ -111,7 +112,7 @@ class Told:
 async def test_rank_0_tells_the_others_what_it_has_chosen(contexts, live):
     context = contexts[Service.LEARNER]
     ranks = Told()
-    governor = await Governor.open(replace(context, tensor=ranks), H200)
+    governor = await Governor.open(replace(context, joined=ranks), H200)
     live.set_rows(ROWS)
     assert governor.wants_token
     assert governor.run(Task.RESPONSE_TRAIN, lambda: 7).value == 7
@@ -125,7 +126,13 @@ async def test_other_ranks_neither_hold_the_token_nor_choose(broker, contexts):
     second = {service: Participant(service=service, rank=1) for service in contexts}
     joined = {service: await broker.join(one) for service, one in second.items()}
     at = [
-        replace(contexts[service], participant=one, broker=joined[service], tensor=Told(1))
+        replace(
+            contexts[service],
+            participant=one,
+            broker=joined[service],
+            joined=Told(1),
+            place=Place(rank=1, degree=2),
+        )
         for service, one in second.items()
     ]
     live = await LiveDecode.open(at[0])
@@ -135,7 +142,7 @@ async def test_other_ranks_neither_hold_the_token_nor_choose(broker, contexts):
     assert governor.token.share == 0
     governed = governor.run(Task.RESPONSE_TRAIN, lambda: governor.token.share, beside=False)
     assert (governed.value, governed.decode_rate) == (0, 0.0)
-    assert at[-1].tensor.heard == [1]
+    assert at[-1].joined.heard == [1]
     governor.close()
     live.close()
 

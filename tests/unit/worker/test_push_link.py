@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from common.worker import push_link
 from common.worker.push_link import PushBroken, PushLink
 
 CPU = torch.device("cpu")
@@ -97,6 +98,17 @@ async def test_a_cancelled_wait_closes_the_link_and_ends_with_the_other_side(end
         await rollout.receive(torch.zeros(1))
 
 
-async def test_a_side_that_does_not_come_is_told_of(tmp_path):
+async def test_a_transfer_waits_no_longer_than_it_may(tmp_path):
+    joining = [asyncio.to_thread(end, tmp_path / "push", rank, 0.5) for rank in range(2)]
+    learner, rollout = await asyncio.gather(*joining)
+    with pytest.raises(PushBroken, match="has left the push"):
+        async with asyncio.timeout(SOON_S):
+            await rollout.hear()
+    learner.close()
+    rollout.close()
+
+
+async def test_a_side_that_does_not_come_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(push_link, "JOIN_TIMEOUT_S", 0.5)
     with pytest.raises(PushBroken, match="has not come"):
-        await asyncio.to_thread(end, tmp_path / "push", 0, timeout_s=0.5)
+        await asyncio.to_thread(end, tmp_path / "push", 0)

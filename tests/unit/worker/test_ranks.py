@@ -62,7 +62,7 @@ async def test_a_newer_configuration_ends_one_that_waits_for_ranks(second_of_two
 
 
 def rendezvous(worker, epoch):
-    return worker.broker.deployment.socket_dir / f"{ENCODER.service}-{RUN}-{epoch}.ranks"
+    return worker.broker.deployment.socket_dir / f"{ENCODER.service}-0-{RUN}-{epoch}.ranks"
 
 
 def mark(worker, epoch, rank):

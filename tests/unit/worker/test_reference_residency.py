@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.ids import Participant, RunId, Service
+from common.step.place import Place
 from common.tensors.spec import Residency
 from common.vlm.initialise import initialise, load_spec
 from common.weights.layout import TensorSpec, WeightLayout
@@ -80,13 +81,6 @@ def test_the_budget_is_short_where_the_room_would_be_missing(
     assert found is short
 
 
-@dataclass
-class Ranks:
-    """So many of them, of which the sizes need no more."""
-
-    degree: int
-
-
 @pytest.mark.parametrize(
     ("capacity_gib", "copies_gib", "short"),
     [
@@ -98,7 +92,7 @@ class Ranks:
 )
 def test_ranks_share_the_budget_and_the_host(capacity_gib, copies_gib, short):
     found = budget_is_short(
-        replace(context("cuda"), tensor=Ranks(2)),
+        replace(context("cuda"), place=Place(degree=2)),
         POLICY,
         WEIGHTS,
         capacity_bytes=int(capacity_gib * GIB),
@@ -141,4 +135,4 @@ async def test_by_default_a_gpu_with_a_short_budget_spills(
     on_cpu = replace(wanted, device=torch.device("cpu"))
     fits_one = replace(WEIGHTS, total_elements=client.copies_bytes // wanted.dtype.itemsize)
     assert spilled_bytes(on_cpu, layout, fits_one) > 0
-    assert spilled_bytes(replace(on_cpu, tensor=Ranks(2)), layout, fits_one) == 0
+    assert spilled_bytes(replace(on_cpu, place=Place(degree=2)), layout, fits_one) == 0

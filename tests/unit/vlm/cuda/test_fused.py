@@ -21,37 +21,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def fused_steps():
-    from common.vlm.cuda.fused import FusedBlocks, FusedSteps
-    from common.vlm.vision import PlainBlocks
+    from common.vlm.cuda.fused import FusedSteps
+    from tests.unit.vlm.cuda.segments import SegmentBlocks
 
-    class Blocks(FusedBlocks):
-        """Attention by the plain path: the packed kernels need a GPU."""
-
-        plan = PlainBlocks.plan
-
-        def block(self, block, hidden, angles, plan):
-            from common.vlm.cuda.blocks import project_heads, residual_mlp
-            from common.vlm.vision import _attend
-
-            heads = block.attn.num_heads
-            q, k, v = project_heads(
-                hidden,
-                angles,
-                norm=block.norm1,
-                projections=[block.attn.qkv],
-                head_counts=(heads, heads, heads),
-            )
-            outputs = [_attend(q, k, v, index) for index in plan]
-            order = torch.argsort(torch.cat([index.reshape(-1) for index in plan]))
-            mlp = block.mlp
-            return residual_mlp(
-                hidden,
-                torch.cat(outputs)[order],
-                norm=block.norm2,
-                projections=[block.attn.proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj],
-            )
-
-    return FusedSteps(vision=Blocks())
+    return FusedSteps(vision=SegmentBlocks())
 
 
 def run(bound, steps, *, train_vision, checkpointing=False):

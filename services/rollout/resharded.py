@@ -1,0 +1,215 @@
+"""The policy's weights of one rank of the rollout where training has another degree.
+
+Invariants:
+- Parameters are views of training's storages where the plan aliases them. What it rebuilds lies in
+  a storage of this rank, which has a version of its own.
+- Whoever reads them holds the same version of all storages that parameters lie in. That storage
+  gets a version under read holds of what it is made of, alone, and is readable only when it is
+  whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.events.bodies import WeightsRefreshed
+from common.ids import Service
+from common.layouts.node import node_plan, rollout_sharing, source_ranks
+from common.tensors.views import tensor_view
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import rank_layout, shards
+from common.weights.binding import views
+from common.weights.resharding.buffers import own_elements
+from common.weights.resharding.direct import DirectResharding
+from common.worker.threads import in_thread
+from common.worker.weights import FLAT, POLICY_WEIGHTS, ROLLOUT_WEIGHTS, flat_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
+
+    from common.ids import WeightsVersion
+    from common.tensors.storage import Storage
+    from common.worker.context import RunContext
+    from common.worker.weights import ModelShape
+
+OPEN_TIMEOUT_S = 120.0
+"""Longest wait for training's ranks to create their storages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refreshed:
+    """What it took to have a version here.
+
+    Attributes:
+        alias_bytes: read where training wrote them.
+        gather_bytes, rebuild_bytes: copied; 0 where the version was here already.
+        seconds: of the copies.
+    """
+
+    alias_bytes: int
+    gather_bytes: int = 0
+    rebuild_bytes: int = 0
+    seconds: float = 0.0
+
+    def event(self, version: WeightsVersion) -> WeightsRefreshed:
+        """What the node is told."""
+        return WeightsRefreshed(
+            weights_version=version,
+            alias_bytes=self.alias_bytes,
+            gather_bytes=self.gather_bytes,
+            rebuild_bytes=self.rebuild_bytes,
+            seconds=self.seconds,
+        )
+
+
+class ReshardedHold:
+    """Read holds of one version.
+
+    Attributes:
+        refreshed: what was done for them.
+    """
+
+    def __init__(self, refreshed: Refreshed, held: ExitStack) -> None:
+        self.refreshed = refreshed
+        self._held = held
+
+    def release(self) -> None:
+        """Let go of all of them. Any thread; idempotent."""
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class ReshardedWeights:
+    """See the module's text.
+
+    Attributes:
+        tensors: this rank's part of each parameter by name; they stay where they are.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        shared: Mapping[int, Storage],
+        own: Storage | None,
+        resharding: DirectResharding,
+        *,
+        alias_bytes: int,
+    ) -> None:
+        """Args: shared: by rank of training. own: None: nothing is rebuilt."""
+        self.tensors = tensors
+        self._shared = shared
+        self._own = own
+        self._resharding = resharding
+        self._alias_bytes = alias_bytes
+        self._whole = None if own is None or own.torn else own.version
+        """The version that this rank's storage has; None: none, or a part of one."""
+        self._refreshing = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, context: RunContext, shape: ModelShape) -> ReshardedWeights:
+        """Attach to training's storages, and to this rank's own.
+
+        Raises:
+            MissingWeight: names every tensor that a rank of training lacks.
+            BrokerTimeout: a rank of training has not created its storage in time.
+        """
+        broker, run_id, me = context.broker, context.run_id, context.participant
+        model, degree = config_shape(shape.config), context.partners.count(Service.LEARNER)
+        plan = node_plan(
+            model,
+            train_tp=degree,
+            rollout_tp=context.degree,
+            element_bytes=context.dtype.itemsize,
+        )
+        sharing = rollout_sharing(plan, me.rank)
+        shared: dict[int, Storage] = {}
+        sources: dict[int, dict[str, torch.Tensor]] = {}
+        for rank in source_ranks(sharing):
+            name = context.storage_name(POLICY_WEIGHTS, rank)
+            shared[rank] = await broker.open_storage(run_id, name, timeout_s=OPEN_TIMEOUT_S)
+            parts = shards(shape.whole, model, rank=rank, degree=degree)
+            layout = rank_layout(shape.whole, parts, rank=rank, degree=degree)
+            sources[rank] = {
+                name: _matrix(one)
+                for name, one in views(tensor_view(shared[rank], FLAT), layout).items()
+            }
+        own, own_E = None, torch.empty(0, dtype=context.dtype)
+        if elements := own_elements(sharing):
+            spec = flat_spec(elements, context.dtype, readers=(me,), writers=(me,))
+            name = context.storage_name(ROLLOUT_WEIGHTS)
+            own = await broker.open_storage(run_id, name, create=spec)
+            own_E = tensor_view(own, FLAT)
+        resharding = DirectResharding(plan, sharing, sources, own_E)
+        tensors = {
+            entry.name: resharding.targets[entry.name].view(entry.shape)
+            for entry in shape.layout.entries
+            if entry.name in resharding.targets
+        }
+        return cls(tensors, shared, own, resharding, alias_bytes=sharing.alias_bytes)
+
+    async def hold_read(
+        self, version: WeightsVersion, *, timeout_s: float = 60.0, passing: bool = False
+    ) -> ReshardedHold:
+        """Wait until `version` is readable, make it whole here, and keep it so.
+
+        A cancellation waits for copies that are being made.
+
+        Raises: as `Storage.hold_read`.
+        """
+        with ExitStack() as held:
+            for storage in self._shared.values():
+                hold = await storage.hold_read(version, timeout_s=timeout_s, passing=passing)
+                held.callback(hold.release)
+            refreshed = Refreshed(alias_bytes=self._alias_bytes)
+            if self._own is not None:
+                async with self._refreshing:
+                    if self._whole != version:
+                        refreshed = await self._refresh(self._own, version, timeout_s=timeout_s)
+                    own = await self._own.hold_read(version, timeout_s=timeout_s, passing=passing)
+                held.callback(own.release)
+            return ReshardedHold(refreshed, held.pop_all())
+
+    async def _refresh(
+        self, own: Storage, version: WeightsVersion, *, timeout_s: float
+    ) -> Refreshed:
+        """Under read holds of that version of training's storages."""
+        with await own.hold_write(version, timeout_s=timeout_s) as hold:
+            self._whole = None
+            start_s = time.monotonic()
+            done = await in_thread(partial(self._resharding.update, version))
+            seconds = time.monotonic() - start_s
+            await hold.publish()
+        self._whole = version
+        return Refreshed(
+            alias_bytes=done.alias_bytes,
+            gather_bytes=done.gather_bytes,
+            rebuild_bytes=done.rebuild_bytes,
+            seconds=seconds,
+        )
+
+    def park_again(self) -> None:
+        """Nothing of them is ever parked."""
+
+    def close(self) -> None:
+        """Drop the mappings."""
+        for storage in (*self._shared.values(), self._own):
+            if storage is not None:
+                storage.close()
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """As layouts have it: no tensor has more than two axes; the first one stays."""
+    return tensor.flatten(1) if tensor.dim() > 2 else tensor

@@ -1,0 +1,144 @@
+"""Training at one tensor-parallel degree and rollout at another make the update of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from common.errors import InvalidArgument
+from common.events.bodies import ModelRole
+from common.ids import Service
+from common.layouts.node import node_plan, rollout_sharing
+from common.step.schedule import Schedule
+from common.vlm.shape import read_shape
+from rollplex.models import RunState
+from tests.integration.runs.lab import Lab, reach
+from tests.integration.runs.moments import Striker
+from tests.integration.runs.recipes import (
+    different,
+    final_tensors,
+    recorded,
+    relative_difference,
+    steady,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
+
+CLOSE = 1e-5
+FLOAT32_BYTES = 4
+PATIENCE = timedelta(seconds=300)
+
+
+@pytest.fixture(scope="module")
+def alone(node, divided_model):
+    return Lab(node, divided_model)
+
+
+@pytest.fixture(scope="module")
+def unequal(unequal_node, divided_model):
+    return Lab(unequal_node, divided_model)
+
+
+@pytest.fixture(scope="module")
+def degrees(unequal):
+    return degrees_of(unequal)
+
+
+def degrees_of(lab):
+    """Of training and of the rollout."""
+    return lab.node.deployment.train_tp, lab.node.deployment.rollout_tp
+
+
+def planned_bytes(model, degrees):
+    """What the plan says of all ranks of the rollout together."""
+    train_tp, rollout_tp = degrees
+    shape, size = read_shape(str(model)), FLOAT32_BYTES
+    plan = node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=size)
+    ranks = [rollout_sharing(plan, rank) for rank in range(rollout_tp)]
+    return {
+        "weights_alias_bytes": sum(one.alias_bytes for one in ranks),
+        "weights_gather_bytes": 0,
+        "weights_rebuild_bytes": sum(one.rebuild_copied_bytes for one in ranks),
+    }
+
+
+async def same_update(alone, unequal, schedule):
+    """The update of one rank on the same responses, and what was copied for it."""
+    expected = await recorded(alone)
+    wanted = steady(unequal.model, schedule, replay_from=str(expected.folder))
+    (actual,) = await unequal.succeeded({f"unequal-{schedule}": wanted})
+    assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
+    for step in actual.steps:
+        metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees_of(unequal))
+        # of the rollout's ranks and training's: the second step's are of updated weights
+        assert metrics["mismatch_abs_max"] <= CLOSE
+        assert {key: metrics[key] for key in planned} == planned
+        assert metrics["time_weights_refresh_s"] > 0
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.ROLLPLEX])
+async def test_unequal_ranks_make_the_update_of_one(alone, unequal, schedule):
+    await same_update(alone, unequal, schedule)
+
+
+async def test_fused_runs_where_key_value_heads_nest_and_is_refused_elsewhere(
+    alone, unequal, degrees
+):
+    train_tp, rollout_tp = degrees
+    if train_tp < rollout_tp:
+        await same_update(alone, unequal, Schedule.FUSED)
+        return
+    here = f'"fused" on a node with train_tp = {train_tp} and rollout_tp = {rollout_tp}'
+    async with unequal.node.client() as client:
+        with pytest.raises(InvalidArgument, match=here):
+            await client.create_run(steady(unequal.model, Schedule.FUSED))
+
+
+async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
+    train_tp, rollout_tp = degrees
+    wanted = steady(unequal.model, Schedule.SERIAL, steps=50)
+    async with unequal.node.client() as client:
+        run = await client.create_run(wanted, run_dir=unequal.node.folder / "verified")
+        await reach(client, run.run_id, RunState.RUNNING, steps=1)
+        await client.pause(run.run_id)
+        await reach(client, run.run_id, RunState.PAUSED)
+        report = await client.verify_weights()
+        await client.resume(run.run_id)
+        await reach(client, run.run_id, RunState.RUNNING, steps=report.read[0].version + 1)
+        await client.stop(run.run_id)
+        assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
+    assert report.differences == ()
+    policy = {one.consumer: one.checksums for one in report.read if one.role is ModelRole.POLICY}
+    ranks = {Service.LEARNER: train_tp, Service.PREFIX_ENCODER: train_tp}
+    ranks[Service.ROLLOUT] = rollout_tp
+    assert policy.keys() == {f"{name}/{r}" for name, count in ranks.items() for r in range(count)}
+    pieces = {
+        service: {key for rank in range(count) for key in policy[f"{service}/{rank}"]}
+        for service, count in ranks.items()
+    }
+    assert pieces[Service.LEARNER] == pieces[Service.PREFIX_ENCODER] == pieces[Service.ROLLOUT]
+
+
+async def test_a_run_survives_the_death_of_any_rank(unequal, degrees):
+    train_tp, rollout_tp = degrees
+    blows = (
+        (Striker.window, f"rollout/{rollout_tp - 1}"),
+        (Striker.learner_accumulates, f"learner/{train_tp - 1}"),
+        (Striker.updating, f"learner/{train_tp - 1}"),
+        (Striker.durable, "learner/0"),
+        (Striker.begun, "rollout/0"),
+    )
+    wanted = steady(unequal.model, Schedule.ROLLPLEX, steps=12)
+    (calm,) = await unequal.succeeded({"calm": wanted})
+    async with unequal.node.client() as client:
+        run = await client.create_run(wanted, run_dir=unequal.node.folder / "killed")
+        async with Striker(unequal.node, client, run) as striker:
+            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
+            struck = [await moment(striker, victim) for moment, victim in blows]
+            run = await ended
+    assert run.state is RunState.SUCCEEDED, run.reason
+    assert len({blow.step for blow in struck}) == len(blows)
+    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []

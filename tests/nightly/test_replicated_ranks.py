@@ -1,0 +1,64 @@
+"""Replicas of several tensor-parallel ranks make the update that one rank makes."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from common.step.schedule import Schedule
+from rollplex.models import RunState
+from tests.integration.runs.lab import Lab
+from tests.integration.runs.moments import Striker
+from tests.integration.runs.recipes import different, final_tensors, relative_difference
+from tests.integration.runs.test_ranks import steady
+
+pytestmark = [pytest.mark.nightly, pytest.mark.redis, pytest.mark.timeout(900)]
+
+PATIENCE = timedelta(seconds=600)
+GROUPS = 3
+BLOWS = ((Striker.window, "rollout/3"), (Striker.updating, "learner/2"))
+
+
+@pytest.fixture(scope="module")
+def alone(node, divided_model):
+    return Lab(node, divided_model)
+
+
+@pytest.fixture(scope="module")
+def together(replicated_parallel_node, divided_model):
+    return Lab(replicated_parallel_node, divided_model)
+
+
+async def test_two_replicas_of_two_ranks_make_the_update_of_one_rank(alone, together):
+    """And go on from the files of one."""
+    wanted = steady(alone.model, Schedule.SERIAL, prompts_per_step=GROUPS, record_responses=True)
+    (first,) = await alone.succeeded({"alone-first": wanted})
+    replay = {"prompts_per_step": GROUPS, "replay_from": str(first.folder)}
+    (second,) = await together.succeeded(
+        {"second": steady(together.model, Schedule.SERIAL, **replay)}
+    )
+    assert relative_difference(first.tensors, second.tensors) <= 1e-5
+    checkpoint = max((second.folder / "checkpoints").glob("step-*"))
+    on = {"prompts_per_step": GROUPS, "steps": 3}
+    wanted = steady(alone.model, Schedule.SERIAL, **on, record_responses=True)
+    (third,) = await alone.succeeded({"alone-third": wanted}, resume_from=checkpoint)
+    wanted = steady(together.model, Schedule.FUSED, **on, replay_from=str(third.folder))
+    (fourth,) = await together.succeeded({"fourth": wanted}, resume_from=checkpoint)
+    assert relative_difference(third.tensors, fourth.tensors) <= 1e-5
+
+
+async def test_a_run_survives_the_death_of_a_rank_of_a_replica(together):
+    wanted = steady(together.model, Schedule.ROLLPLEX, steps=8, prompts_per_step=GROUPS)
+    (calm,) = await together.succeeded({"calm": wanted})
+    async with together.node.client() as client:
+        run = await client.create_run(wanted, run_dir=together.node.folder / "killed")
+        async with Striker(together.node, client, run) as striker:
+            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
+            struck = [await moment(striker, victim) for moment, victim in BLOWS]
+            run = await ended
+    assert run.state is RunState.SUCCEEDED, run.reason
+    assert len({blow.step for blow in struck}) == len(BLOWS)
+    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []

@@ -1,0 +1,196 @@
+"""Weights of a rollout of another degree than training's, on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.ids import Participant, RunId, Service, WeightsVersion
+from common.step.partners import Partners
+from common.tensors.errors import StaleVersion
+from common.tensors.views import tensor_view
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import rank_layout, shards
+from common.vlm.parallel.state import take_shard
+from common.vlm.tiny import tiny_config
+from common.weights.binding import views
+from common.worker.context import RunContext
+from common.worker.weights import FLAT, POLICY_WEIGHTS, ROLLOUT_WEIGHTS, flat_spec, policy_shape
+from services.rollout.resharded import ReshardedWeights
+from tests.integration.runs.recipes import recipe
+
+TRAIN, ROLLOUT_RANKS = 2, 1
+PARTNERS = Partners({Service.LEARNER: TRAIN, Service.ROLLOUT: ROLLOUT_RANKS})
+ROLLOUT = Participant(service=Service.ROLLOUT)
+LEARNERS = PARTNERS.all(Service.LEARNER)
+V1, V2 = WeightsVersion(1), WeightsVersion(2)
+SOON_S = 10.0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_dict()))
+    return tmp_path
+
+
+class Training:
+    """The learner's ranks: a storage each."""
+
+    def __init__(self, shape) -> None:
+        self.whole = shape.whole
+        self.model = config_shape(shape.config)
+        self.storages = []
+        self.parts = [
+            shards(self.whole, self.model, rank=rank, degree=TRAIN) for rank in range(TRAIN)
+        ]
+
+    async def create(self, broker) -> None:
+        for rank, learner in enumerate(LEARNERS):
+            layout = self._layout(rank)
+            spec = flat_spec(
+                layout.total_elements, torch.float32, readers=(ROLLOUT,), writers=(learner,)
+            )
+            name = POLICY_WEIGHTS if rank == 0 else f"{POLICY_WEIGHTS}/{rank}"
+            client = next((c for c in broker.clients if c.participant == learner), None)
+            client = client or await broker.join(learner)
+            self.storages.append(await client.open_storage(RunId("run"), name, create=spec))
+
+    async def publish(self, version) -> dict[str, torch.Tensor]:
+        """Write random weights. Returns: them, whole."""
+        generator = torch.Generator().manual_seed(version)
+        values = {
+            one.name: torch.randn(one.shape, generator=generator) for one in self.whole.entries
+        }
+        holds = [await storage.hold_write(version) for storage in self.storages]
+        for rank, (storage, hold) in enumerate(zip(self.storages, holds, strict=True)):
+            layout = self._layout(rank)
+            for name, view in views(tensor_view(storage, FLAT), layout).items():
+                view.copy_(take_shard(values[name], self.parts[rank][name]))
+            await hold.publish()
+        return values
+
+    def close(self) -> None:
+        for storage in self.storages:
+            storage.close()
+
+    def _layout(self, rank):
+        return rank_layout(self.whole, self.parts[rank], rank=rank, degree=TRAIN)
+
+
+@asynccontextmanager
+async def opened(broker, folder):
+    """The rollout's weights, in a process of its own as far as the broker knows."""
+    client = await broker.join(ROLLOUT)
+    context = RunContext(
+        run_id=RunId("run"),
+        recipe=recipe(folder),
+        run_dir=Path("runs"),
+        participant=ROLLOUT,
+        device=torch.device("cpu"),
+        broker=client,
+        ledger=None,
+        resume_from=None,
+        partners=PARTNERS,
+    )
+    weights = await ReshardedWeights.open(context, policy_shape(context))
+    try:
+        yield weights, client
+    finally:
+        weights.close()
+
+
+@pytest.fixture
+async def training(broker, folder):
+    context = RunContext(
+        run_id=RunId("run"),
+        recipe=recipe(folder),
+        run_dir=Path("runs"),
+        participant=LEARNERS[0],
+        device=torch.device("cpu"),
+        broker=None,
+        ledger=None,
+        resume_from=None,
+    )
+    training = Training(policy_shape(context))
+    await training.create(broker)
+    yield training
+    training.close()
+
+
+def same(weights, values):
+    return [name for name, one in values.items() if not torch.equal(weights.tensors[name], one)]
+
+
+async def test_each_version_is_copied_once_and_read_whole(broker, folder, training):
+    async with opened(broker, folder) as (weights, _):
+        addresses = {name: one.data_ptr() for name, one in weights.tensors.items()}
+        for version in (V1, V2):
+            values = await training.publish(version)
+            with await weights.hold_read(version) as hold:
+                assert same(weights, values) == []
+                assert hold.refreshed.rebuild_bytes > hold.refreshed.alias_bytes > 0
+                with await weights.hold_read(version) as again:
+                    assert again.refreshed.rebuild_bytes == 0
+        assert addresses == {name: one.data_ptr() for name, one in weights.tensors.items()}
+
+
+async def test_an_update_waits_until_its_readers_have_let_go(broker, folder, training):
+    async with opened(broker, folder) as (weights, _):
+        values = await training.publish(V1)
+        hold = await weights.hold_read(V1)
+        update = asyncio.create_task(training.publish(V2))
+        await asyncio.sleep(0.1)
+        assert not update.done()
+        assert same(weights, values) == []
+        hold.release()
+        async with asyncio.timeout(SOON_S):
+            values = await update
+        with pytest.raises(StaleVersion):
+            await weights.hold_read(V1)
+        with await weights.hold_read(V2):
+            assert same(weights, values) == []
+
+
+async def test_two_who_want_a_version_at_once_have_it_copied_once(broker, folder, training):
+    async with opened(broker, folder) as (weights, _):
+        await training.publish(V1)
+        async with asyncio.timeout(SOON_S):
+            holds = await asyncio.gather(*(weights.hold_read(V1) for _ in range(3)))
+        assert sorted(one.refreshed.rebuild_bytes > 0 for one in holds) == [False, False, True]
+        for hold in holds:
+            hold.release()
+
+
+async def test_what_a_rank_that_died_has_half_copied_is_copied_again(broker, folder, training):
+    values = await training.publish(V1)
+    async with opened(broker, folder) as (weights, client):
+        (await weights.hold_read(V1)).release()
+        own = await client.open_storage(RunId("run"), ROLLOUT_WEIGHTS)
+        await own.hold_write(V1)
+        tensor_view(own, FLAT).zero_()
+        await client.close()
+        own.close()
+    broker.clients.remove(client)
+    async with opened(broker, folder) as (weights, _):
+        with await weights.hold_read(V1) as hold:
+            assert hold.refreshed.rebuild_bytes > 0
+            assert same(weights, values) == []
+
+
+async def test_what_waits_for_a_version_holds_nothing_when_it_is_given_up(broker, folder, training):
+    async with opened(broker, folder) as (weights, _):
+        await training.publish(V1)
+        waiting = asyncio.create_task(weights.hold_read(V2))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(SOON_S):
+            values = await training.publish(V2)
+        with await weights.hold_read(V2):
+            assert same(weights, values) == []
