@@ -21,7 +21,7 @@ from tests.sglang.policy import SAMPLES, Policy, run_step
 pytestmark = pytest.mark.sglang
 
 GONE_S = 20.0
-SILENCE_S = 5.0
+SILENCE_S = 20.0
 SERVICE = """
     import json, sys, time
     from pathlib import Path

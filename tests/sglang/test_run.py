@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from common.config.deployment import Deadlines
 from common.errors import DeadlineExceeded
 from common.step.schedule import Schedule
 from common.vlm.initialise import initialise, load_spec
@@ -32,6 +33,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(590)]
 BOUND = 1e-4
 ROLLOUT_SERVICE = "rollout/0"
 GONE_S = 30.0
+START_S = 300.0
+"""A node's start beside another engine, on two busy cores."""
 POLL_S = 0.05
 ROLLOUT = {
     "samples_per_group": 2,
@@ -50,7 +53,12 @@ def lab(request, engine_python, tmp_path_factory):
     # Not pytest's folder: its long names make a Unix socket's path too long.
     with tempfile.TemporaryDirectory(prefix="rollplex-sglang-") as name:
         folder = Path(name)
-        made = deployment(folder / "node", name="sglang", engine_python=engine_python)
+        made = deployment(
+            folder / "node",
+            name="sglang",
+            engine_python=engine_python,
+            deadlines=Deadlines(start_s=START_S),
+        )
         node = Node(made, folder)
         failed_before = request.session.testsfailed
         try:

@@ -171,7 +171,7 @@ async def test_every_replica_reads_the_weights_of_its_learner(replicated):
 
 
 async def test_a_run_survives_the_death_of_a_rank_of_either_replica(replicated):
-    wanted = steady(replicated, Schedule.ROLLPLEX, steps=60)
+    wanted = steady(replicated, Schedule.ROLLPLEX, steps=60, prompts_per_step=2)
     (calm,) = await replicated.succeeded({"calm": wanted})
     async with replicated.node.client() as client:
         run = await client.create_run(wanted, run_dir=replicated.node.folder / "killed")

@@ -14,6 +14,7 @@ import pytest
 
 from common.governor.table import H200, CoRun, CoRunTable, load_table
 from common.ids import Epoch, Participant, Service
+from common.step.partners import Partners
 from common.step.place import Place
 from common.step.tasks import Task
 from common.step.view import StepView
@@ -132,6 +133,7 @@ async def test_other_ranks_neither_hold_the_token_nor_choose(broker, contexts):
             broker=joined[service],
             joined=Told(1),
             place=Place(rank=1, degree=2),
+            partners=Partners(dict.fromkeys(second, 2)),
         )
         for service, one in second.items()
     ]
