@@ -66,7 +66,8 @@ SIZES = LeaseSizes(
 def reserve_pages(schedule: Schedule, tokens: list[int], *, weights_pages: int = 0) -> int:
     """The least room of a step: K and V of both roles and gradients once, everybody's vision.
 
-    In `fused`, the policy's K and V as often as groups decode at a time. Elsewhere gradients come
+    In `fused`, the policy's K and V as often as groups decode at a time. In `disaggregated` nothing
+    of the policy's is handed to the rollout. But for `fused`, gradients come
     when the reference's K and V have gone, and so have its weights, if these can.
     """
     longest = max(tokens) - 1
@@ -78,7 +79,7 @@ def reserve_pages(schedule: Schedule, tokens: list[int], *, weights_pages: int =
             chain = weights_pages + policy + reference + gradient
         case Schedule.ROLLPLEX:
             chain = max(weights_pages + policy + reference, policy + gradient)
-        case Schedule.SERIAL:
+        case Schedule.SERIAL | Schedule.DISAGGREGATED:
             chain = max(weights_pages + reference, policy + gradient)
     return chain + sum(_pages(100 * (count // 2)) for count in tokens)
 
@@ -269,8 +270,8 @@ class Play:
             self.drive.abandon(running.maker, reply.lease_id)
 
     def _reads(self, task: Task) -> tuple[Participant, str]:
-        fused = self.schedule is Schedule.FUSED
-        decode = (ROLLOUT, "policy" if fused else "vision")
+        handed = {Schedule.FUSED: "policy", Schedule.DISAGGREGATED: ""}
+        decode = (ROLLOUT, handed.get(self.schedule, "vision"))
         return decode if task is Task.DECODE else READS.get(task, (ROLLOUT, ""))
 
     def _maker(self, task: Task) -> tuple[Participant, tuple[Participant, ...]]:
@@ -288,7 +289,7 @@ class Play:
     def _makes_bytes(self, task: Task, group: int) -> int:
         prefix = self.tokens[group] - 1
         match MAKES.get(task):
-            case "vision" if self.schedule is not Schedule.FUSED:
+            case "vision" if self.schedule not in (Schedule.FUSED, Schedule.DISAGGREGATED):
                 return 100 * (self.tokens[group] // 2)
             case "policy" | "reference":
                 return 300 * prefix
