@@ -47,13 +47,4 @@ class Place:
     @property
     def leader(self) -> int:
         """The rank that decides for its replica."""
-        return self.leader_of(self.replica)
-
-    @property
-    def of_replica(self) -> range:
-        """All ranks of its replica."""
-        return range(self.leader, self.leader + self.degree)
-
-    def leader_of(self, replica: int) -> int:
-        """The rank that decides for a replica."""
-        return replica * self.degree
+        return self.replica * self.degree

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.config.recipe import spills
-from common.ids import Participant, RunId, Service
 from common.step.partners import Partners
 from common.step.place import Place
 from common.tensors.parts import RANK
@@ -60,6 +59,12 @@ class RunContext:
     def degree(self) -> int:
         """Tensor-parallel ranks of this replica."""
         return self.place.degree
+
+    @property
+    def arena_ranks(self) -> int:
+        """Ranks of this replica whose leases and storages are of one arena: on GPUs each has its
+        own."""
+        return 1 if self.device.type == "cuda" else self.degree
 
     @property
     def leads(self) -> bool:

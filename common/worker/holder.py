@@ -95,6 +95,13 @@ class RunHolder:
         return prepared
 
     async def _load(self, ask: Configure, link: Link) -> RunWork:
+        joined = await self._join(ask) if self.has_collectives else None
+        try:
+            push = await self._join_push(ask) if self._pushes(ask) else None
+        except BaseException:
+            if joined is not None:
+                joined.leave()
+            raise
         self.context = RunContext(
             run_id=ask.run_id,
             recipe=ask.recipe,
@@ -107,9 +114,9 @@ class RunHolder:
             engine_python=self._deployment.engine_python,
             governed=self._deployment.governed,
             place=self.place,
-            joined=await self._join(ask) if self.has_collectives else None,
+            joined=joined,
             partners=self._deployment.partners,
-            push=await self._join_push(ask) if self._pushes(ask) else None,
+            push=push,
         )
         if self.context.governed and self._participant.service in BACKGROUND:
             self.governor = await _governor(self.context, self._deployment.governor_table)
@@ -174,12 +181,14 @@ class RunHolder:
             )
 
     async def _give_up_run(self) -> None:
-        run, context = self.run, self.context
-        self.run = self.context = None
+        run, context, governor = self.run, self.context, self.governor
+        self.run = self.context = self.governor = None
         try:
             if run is not None:
                 await run.close()
         finally:
+            if governor is not None:
+                governor.close()
             if context is not None and context.push is not None:
                 context.push.close()
             if context is not None and context.joined is not None:
@@ -187,13 +196,11 @@ class RunHolder:
 
     async def close(self) -> None:
         """Give up run and link. Idempotent."""
-        link, governor = self.link, self.governor
-        self.link = self.governor = self.own_memory = None
+        link = self.link
+        self.link = self.own_memory = None
         try:
             await self._give_up_run()
         finally:
-            if governor is not None:
-                governor.close()
             if link is not None:
                 await link.close()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,9 +80,11 @@ class PushLink:
         try:
             store = dist.FileStore(str(rendezvous), len(PUSHERS))
             store.set_timeout(timeout)
-            group = _group(store, rank, device, timeout)
+            group = _group(store, rank, device, timedelta(seconds=timeout_s))
+            _connect(group, rank, device)
         except RuntimeError as error:
             raise PushBroken(f"{rendezvous.name}: the other side has not come: {error}") from error
+        rendezvous.unlink(missing_ok=True)
         return cls(group, rank=rank, device=device, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
     def buckets(self, elements: int, dtype: torch.dtype) -> list[slice]:
@@ -144,6 +147,15 @@ class PushLink:
             group = None
 
 
+def _connect(group: Any, rank: int, device: torch.device) -> None:
+    """Exchange a number, since NCCL connects two sides in their first transfer."""
+    number, other = torch.zeros(1, dtype=torch.int64, device=device), 1 - rank
+    transfers = (group.send, group.recv) if rank == 0 else (group.recv, group.send)
+    for transfer in transfers:
+        work = transfer([number], other, 0)
+        copied_aside(device, partial(work.wait, timedelta(seconds=JOIN_TIMEOUT_S)))
+
+
 def _group(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
     # Both are of one node, and nothing of it is to be reached from outside.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -153,4 +165,5 @@ def _group(store: dist.Store, rank: int, device: torch.device, timeout: timedelt
         options._timeout = timeout
         torch.cuda.set_device(device)
         return dist.ProcessGroupNCCL(store, rank, len(PUSHERS), options)
-    return dist.ProcessGroupGloo(store, rank, len(PUSHERS), timeout)
+    joining = timedelta(seconds=JOIN_TIMEOUT_S)
+    return dist.ProcessGroupGloo(store, rank, len(PUSHERS), joining)

@@ -1,8 +1,8 @@
 """Whether the reference's weights leave their device while nothing reads them.
 
 That costs a copy back each step, beside the decode or the vision tower. It is worth that where the
-room that it makes is missing, and nowhere else. Ranks of a node have one budget: all come to the
-same, from what all of them take.
+room that it makes is missing, and nowhere else. Ranks that share a budget come to the same, from
+what all of them take; each GPU has one of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def budget_is_short(
     capacity_bytes: int,
     copies_bytes: int,
 ) -> bool:
-    """Whether the device lacks room that spilled reference weights of all ranks would make.
+    """Whether the device lacks room that spilled reference weights of all ranks on it would make.
 
     While the run trains and updates, all its other storages are on the device, of the optimizer's
     state the parts in flight where it is spilled, beside what a step allocates:
@@ -66,7 +66,8 @@ def budget_is_short(
     """
     parts = optimizer_sizes(context, policy)
     optimizer = in_flight_bytes(parts) if context.spills_optimizer else sum(parts)
-    storages = context.place.world * (
+    sharing = 1 if context.device.type == "cuda" else context.place.world
+    storages = sharing * (
         (policy.total_elements + reference.total_elements) * context.dtype.itemsize
         + policy.trainable_elements * context.accumulator_dtype.itemsize
         + optimizer

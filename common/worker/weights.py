@@ -73,11 +73,7 @@ def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> Model
     """Read the configuration and lay out the weights. Raises ModelFilesError, DegreeInvalid."""
     config = load_config(path)
     whole = _layout(context, config, train_vision=train_vision)
-    layout, parts = whole, None
-    if context.degree > 1:
-        place = {"rank": context.place.tensor_rank, "degree": context.degree}
-        parts = shards(whole, config_shape(config), **place)
-        layout = rank_layout(whole, parts, **place)
+    layout, parts = _own_part(context, config, whole)
     return ModelShape(
         config=config,
         layout=layout,
@@ -111,9 +107,22 @@ def policy_shape(context: RunContext) -> ModelShape:
 
 
 def policy_layout(context: RunContext) -> WeightLayout:
-    """The part of the policy's shape that takes no device. Raises ModelFilesError."""
+    """The layout of the policy's shape, which takes no device. Raises ModelFilesError."""
     model = context.recipe.model
-    return _layout(context, load_config(model.path), train_vision=model.train_vision)
+    config = load_config(model.path)
+    whole = _layout(context, config, train_vision=model.train_vision)
+    return _own_part(context, config, whole)[0]
+
+
+def _own_part(
+    context: RunContext, config: Qwen2_5_VLConfig, whole: WeightLayout
+) -> tuple[WeightLayout, dict[str, Shard] | None]:
+    """This rank's layout and part of every parameter; None: it is the only rank."""
+    if context.degree == 1:
+        return whole, None
+    place = {"rank": context.place.tensor_rank, "degree": context.degree}
+    parts = shards(whole, config_shape(config), **place)
+    return rank_layout(whole, parts, **place), parts
 
 
 def _layout(context: RunContext, config: Qwen2_5_VLConfig, *, train_vision: bool) -> WeightLayout:

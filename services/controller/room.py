@@ -71,12 +71,13 @@ def needed_bytes(
 ) -> dict[str, int]:
     """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
 
-    Of several ranks they are those of all, but for what each has of tensors that are not split.
+    Of several ranks they are those of all, on GPUs of one, but for what each has of tensors that
+    are not split.
     Each replica has weights and gradients of its own, and a share of the optimizer's state.
 
     Args:
         device: of the deployment, which the recipe may leave to decide what is spilled.
-        place: of any rank of training on the node, whose ranks share its arena.
+        place: of any rank of training on the node, whose ranks share its arena on a CPU.
         rollout_ranks: of a replica of the rollout; None: as many as of training.
     Raises:
         InvalidArgument: a model folder cannot be read.
@@ -112,6 +113,9 @@ def needed_bytes(
         needed["rollout.weights"] = sum(
             rollout_sharing(plan, rank).rebuild_bytes for rank in range(rollout_ranks)
         )
+    if device == "cuda":
+        # A GPU is the arena of one rank.
+        return {name: size // place.degree for name, size in needed.items()}
     return needed
 
 

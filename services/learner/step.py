@@ -75,7 +75,8 @@ class LearnerStep:
     def close(self) -> None:
         """Leave a rollout that waits for a push which will not come."""
         link = self._run.context.push
-        if link is not None and not self._scope.view.finished:
+        trains = self._scope.plan.mode is StepMode.TRAIN
+        if link is not None and trains and not self._scope.view.finished:
             link.close()
 
     @property
@@ -88,7 +89,7 @@ class LearnerStep:
             self._run.storages.sizes_bytes,
             room_bytes,
             reserve_bytes=int(reserve_gib * 2**30),
-            ranks=context.degree,
+            ranks=context.arena_ranks,
         )
 
     async def _park(self) -> None:

@@ -104,9 +104,9 @@ def kv_admission(context: RunContext, shape: ModelShape, *, spilled_bytes: int) 
 
     Args: spilled_bytes: of reference weights that leave the device behind the last score.
     """
-    recipe, config, ranks = context.recipe, shape.config, context.degree
+    recipe, config, ranks = context.recipe, shape.config, context.arena_ranks
     # Ranks of one arena: each has its key/value heads, and a copy of whatever is not split.
-    kv_heads = ranks * local_kv_heads(config_shape(config), ranks)
+    kv_heads = ranks * local_kv_heads(config_shape(config), context.degree)
     elements = math.prod(packed_shape(config, 1, kv_heads=kv_heads))
     on_gpu = context.device.type == "cuda"
     responses = recipe.rollout.samples_per_group * recipe.rollout.max_new_tokens

@@ -102,7 +102,7 @@ class PrefixEncoderRun:
         leaving_bytes = 0
         if reference is not None and reference_weights is not None and reference_weights.spillable:
             one_rank = spilled_bytes(context, policy.layout, reference.layout)
-            leaving_bytes = context.degree * one_rank
+            leaving_bytes = context.arena_ranks * one_rank
         self.admission = kv_admission(context, policy, spilled_bytes=leaving_bytes)
         self.graphs = PrefixGraphs(
             recipe.training.prefix_graphs,

@@ -22,6 +22,7 @@ import torch
 from common.events.bodies import WeightsRefreshed
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing, source_ranks
+from common.tensors.errors import BrokerTimeout, StaleVersion
 from common.tensors.views import tensor_view
 from common.vlm.parallel.model import config_shape
 from common.vlm.parallel.shards import rank_layout, shards
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from common.worker.context import RunContext
     from common.worker.weights import ModelShape
 
+PASSING_S = 1.0
+"""Longest wait of a reader in passing for the second and further storages."""
 OPEN_TIMEOUT_S = 120.0
 """Longest wait for training's ranks to create their storages."""
 
@@ -167,11 +170,20 @@ class ReshardedWeights:
 
         A cancellation waits for copies that are being made.
 
+        Args: passing: as there; an update that goes on meanwhile is not held up for long.
         Raises: as `Storage.hold_read`.
         """
         with ExitStack() as held:
-            for storage in self._shared.values():
-                hold = await storage.hold_read(version, timeout_s=timeout_s, passing=passing)
+            for number, storage in enumerate(self._shared.values()):
+                # An update may wait for the first one, and what is waited for here for the update.
+                in_passing = passing and number > 0
+                patience_s = PASSING_S if in_passing else timeout_s
+                try:
+                    hold = await storage.hold_read(version, timeout_s=patience_s, passing=passing)
+                except BrokerTimeout as error:
+                    if not in_passing:
+                        raise
+                    raise StaleVersion(f"{storage.name} is being written: {error}") from error
                 held.callback(hold.release)
             refreshed = Refreshed(alias_bytes=self._alias_bytes)
             if self._own is not None:

@@ -94,7 +94,7 @@ class RolloutStep:
 
     def close(self) -> None:
         """End the decode, give the K/V memory back."""
-        if self._run.own is not None and not self._scope.view.finished:
+        if self._run.own is not None and self._training and not self._scope.view.finished:
             self._run.own.close()
         self._run.engine.abort()
         self._run.engine.release()

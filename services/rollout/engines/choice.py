@@ -9,6 +9,7 @@ from common.config.sglang import SglangConfig
 from common.tensors.storage import Storage
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
+from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.weights import FLAT
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -74,7 +75,7 @@ async def make_engine(
         lasting_bytes=lasting_bytes,
         window_bytes=kv_bytes if config.release_memory else 0,
     )
-    await memory.take(timeout_s=None)
+    await memory.take(timeout_s=HOLD_TIMEOUT_S)
     if config.weights == "alias":
         shared = await context.broker.share_storage(context.run_id, weights.name)
     engine = SglangEngine(

@@ -190,6 +190,8 @@ def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
         ({"spill_optimizer": True}, "cpu", 1, 3 * 128),
         # Each of two ranks has 500 of them.
         ({"spill_optimizer": True}, "cpu", 2, 2 * 3 * 128),
+        # On GPUs each has an arena of its own.
+        ({"spill_optimizer": True}, "cuda", 2, 3 * 128),
         ({"spill_optimizer": False}, "cuda", 1, 1001),
         ({"optimizer_part_mib": 3072.0}, "cuda", 1, 1001),
     ],

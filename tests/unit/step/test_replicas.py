@@ -59,7 +59,7 @@ def test_numbers_of_ranks():
         (1, 0, 2, True),
         (1, 1, 2, False),
     ]
-    assert list(places[5].of_replica) == [4, 5]
+    assert places[5].leader == 4
     assert places[5].in_replica == Place(rank=1, degree=2)
     assert {place.world for place in places} == {6}
 

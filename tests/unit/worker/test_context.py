@@ -75,7 +75,8 @@ def test_replicas_have_the_state_of_all_weights_together(replicas):
 
 def test_ranks_of_a_replica_work_together():
     context = of_run(place=Place(rank=3, degree=2, replicas=2))
-    assert context.degree == 2
+    assert context.degree == context.arena_ranks == 2
+    assert replace(context, device=torch.device("cuda")).arena_ranks == 1
     assert not context.leads
     assert not context.speaks_for_all
     context = replace(context, partners=Partners(dict.fromkeys(WORKERS, 2)))

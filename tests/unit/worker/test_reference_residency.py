@@ -84,13 +84,13 @@ def test_the_budget_is_short_where_the_room_would_be_missing(
 @pytest.mark.parametrize(
     ("capacity_gib", "copies_gib", "short"),
     [
-        (2 * STORAGES_GIB + RESERVE_GIB, 100, False),
-        (2 * STORAGES_GIB + RESERVE_GIB - 0.01, 100, True),
+        (STORAGES_GIB + RESERVE_GIB, 100, False),
+        (STORAGES_GIB + RESERVE_GIB - 0.01, 100, True),
         (20, 16, True),
         (20, 15.99, False),
     ],
 )
-def test_ranks_share_the_budget_and_the_host(capacity_gib, copies_gib, short):
+def test_ranks_have_a_gpu_each_and_share_the_host(capacity_gib, copies_gib, short):
     found = budget_is_short(
         replace(context("cuda"), place=Place(degree=2)),
         POLICY,
