@@ -220,6 +220,8 @@ class PrefixEncoderStep:
 
     async def _reference_prefix(self, group: GroupId, cause_id: str) -> None:
         scope, work = self._scope, self._groups[group]
+        if self._run.context.leads:
+            self._run.admission.require_room(scope.view)
         span: WorkSpan | None = None
         prefix, work.reference = work.reference, None
         if prefix is None:

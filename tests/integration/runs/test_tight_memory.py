@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.step.schedule import Schedule
+from common.step.schedule import OWN_WEIGHTS, Schedule
+from rollplex.models import RunState
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.recipes import different, recipe, relative_difference
 
@@ -29,8 +30,16 @@ async def roomy(lab):
     return serial
 
 
-@pytest.mark.parametrize("spill", [False, True], ids=["kept", "spilled"])
-@pytest.mark.parametrize("schedule", list(Schedule))
+CASES = [
+    (schedule, spill)
+    for schedule in Schedule
+    for spill in (False, True)
+    # Weights of its own take what leases have otherwise.
+    if spill or schedule not in OWN_WEIGHTS
+]
+
+
+@pytest.mark.parametrize(("schedule", "spill"), CASES, ids=str)
 async def test_little_room_changes_nothing(roomy, tight_node, model, schedule, spill):
     """Leases may take the room of storages that are away, and must leave it when it is wanted."""
     tight = Lab(tight_node, model)
@@ -44,6 +53,13 @@ async def test_little_room_changes_nothing(roomy, tight_node, model, schedule, s
         assert relative_difference(roomy.tensors, finished.tensors) <= 1e-5
     else:
         assert different(roomy.tensors, finished.tensors) == []
+
+
+async def test_no_attempt_at_a_step_that_cannot_fit_waits_for_room(tight_node, model):
+    tight = Lab(tight_node, model)
+    (refused,) = await tight.finished({"tight-refused": wanted(model, Schedule.DISAGGREGATED)})
+    assert refused.run.state is RunState.FAILED
+    assert "waiting cannot help" in refused.run.reason
 
 
 async def test_a_prefix_that_runs_again_changes_no_bit(roomy, lab, model):
