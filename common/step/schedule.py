@@ -88,6 +88,28 @@ _AHEAD_IN_WINDOW = frozenset(
     {Condition.WINDOW_OPEN, Condition.REFERENCE_PREFIXES_ENCODED, Condition.AHEAD_PREPARED}
 )
 
+_TRAINING_LAST: dict[Task, frozenset[Condition]] = {
+    Task.POLICY_PREFIX: frozenset(
+        {
+            Condition.VISION_ENCODED,
+            Condition.ROLLOUT_OVER,
+            Condition.REFERENCE_OVER,
+            Condition.PREVIOUS_DONE,
+        }
+    ),
+    Task.RESPONSE_TRAIN: frozenset(
+        {
+            Condition.POLICY_PREFIX_ENCODED,
+            Condition.REWARDED,
+            Condition.SCORED,
+            Condition.ROLLOUT_OVER,
+            Condition.REFERENCE_OVER,
+            Condition.PREVIOUS_DONE,
+        }
+    ),
+}
+"""Nothing of the policy is trained before rollout and reference are over."""
+
 TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
     Schedule.SERIAL: {
         **_COMMON,
@@ -99,24 +121,7 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
         Task.REFERENCE_SCORE: frozenset(
             {Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED, Condition.ROLLOUT_OVER}
         ),
-        Task.POLICY_PREFIX: frozenset(
-            {
-                Condition.VISION_ENCODED,
-                Condition.ROLLOUT_OVER,
-                Condition.REFERENCE_OVER,
-                Condition.PREVIOUS_DONE,
-            }
-        ),
-        Task.RESPONSE_TRAIN: frozenset(
-            {
-                Condition.POLICY_PREFIX_ENCODED,
-                Condition.REWARDED,
-                Condition.SCORED,
-                Condition.ROLLOUT_OVER,
-                Condition.REFERENCE_OVER,
-                Condition.PREVIOUS_DONE,
-            }
-        ),
+        **_TRAINING_LAST,
     },
     Schedule.DISAGGREGATED: {
         **_COMMON,
@@ -126,24 +131,7 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
         Task.POLICY_VISION: frozenset({Condition.GENERATED}),
         Task.REFERENCE_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.GENERATED}),
         Task.REFERENCE_SCORE: frozenset({Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED}),
-        Task.POLICY_PREFIX: frozenset(
-            {
-                Condition.VISION_ENCODED,
-                Condition.ROLLOUT_OVER,
-                Condition.REFERENCE_OVER,
-                Condition.PREVIOUS_DONE,
-            }
-        ),
-        Task.RESPONSE_TRAIN: frozenset(
-            {
-                Condition.POLICY_PREFIX_ENCODED,
-                Condition.REWARDED,
-                Condition.SCORED,
-                Condition.ROLLOUT_OVER,
-                Condition.REFERENCE_OVER,
-                Condition.PREVIOUS_DONE,
-            }
-        ),
+        **_TRAINING_LAST,
     },
     Schedule.ROLLPLEX: {
         **_COMMON,

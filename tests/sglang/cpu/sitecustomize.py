@@ -8,11 +8,11 @@ class _OperatorSchemas(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from torch.library import define
+            from torch import library as operators
 
             for operator in ("nms", "qnms"):
                 schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                define(f"torchvision::{operator}", schema)
+                operators.define(f"torchvision::{operator}", schema)
         return
 
 

@@ -1,8 +1,8 @@
 """Import-only stand-in for sgl_kernel: every name exists, none can be called."""
 
-from torch.library import Library
+from torch import library as operators
 
-_OPS = Library("sgl_kernel", "FRAGMENT")
+_OPS = operators.Library("sgl_kernel", "FRAGMENT")
 for _name in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
