@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from common.step.schedule import Schedule
-from rollplex.models import RunState
+from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.moments import Striker
-from tests.integration.runs.recipes import different, final_tensors, relative_difference
+from tests.integration.runs.recipes import relative_difference
 from tests.integration.runs.test_ranks import steady
 
 pytestmark = [pytest.mark.nightly, pytest.mark.redis, pytest.mark.timeout(900)]
@@ -52,13 +50,4 @@ async def test_two_replicas_of_two_ranks_make_the_update_of_one_rank(alone, toge
 
 async def test_a_run_survives_the_death_of_a_rank_of_a_replica(together):
     wanted = steady(together.model, Schedule.ROLLPLEX, steps=8, prompts_per_step=GROUPS)
-    (calm,) = await together.succeeded({"calm": wanted})
-    async with together.node.client() as client:
-        run = await client.create_run(wanted, run_dir=together.node.folder / "killed")
-        async with Striker(together.node, client, run) as striker:
-            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
-            struck = [await moment(striker, victim) for moment, victim in BLOWS]
-            run = await ended
-    assert run.state is RunState.SUCCEEDED, run.reason
-    assert len({blow.step for blow in struck}) == len(BLOWS)
-    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+    await assert_survives(together, wanted, BLOWS, patience=PATIENCE)

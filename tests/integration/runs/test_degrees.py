@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 
 from common.errors import InvalidArgument
@@ -15,11 +11,10 @@ from common.layouts.node import node_plan, rollout_sharing
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.models import RunState
+from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import (
-    different,
-    final_tensors,
     recorded,
     relative_difference,
     steady,
@@ -29,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
 
 CLOSE = 1e-5
 FLOAT32_BYTES = 4
-PATIENCE = timedelta(seconds=300)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +126,4 @@ async def test_a_run_survives_the_death_of_any_rank(unequal, degrees):
         (Striker.begun, "rollout/0"),
     )
     wanted = steady(unequal.model, Schedule.ROLLPLEX, steps=12)
-    (calm,) = await unequal.succeeded({"calm": wanted})
-    async with unequal.node.client() as client:
-        run = await client.create_run(wanted, run_dir=unequal.node.folder / "killed")
-        async with Striker(unequal.node, client, run) as striker:
-            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
-            struck = [await moment(striker, victim) for moment, victim in blows]
-            run = await ended
-    assert run.state is RunState.SUCCEEDED, run.reason
-    assert len({blow.step for blow in struck}) == len(blows)
-    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+    await assert_survives(unequal, wanted, blows)

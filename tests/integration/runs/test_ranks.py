@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,12 @@ from common.events.bodies import ModelRole
 from common.ids import Service
 from common.step.schedule import Schedule
 from rollplex.models import RunState
+from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import (
     STEPS,
     checkpoint_tensors,
-    different,
-    final_tensors,
     recorded,
     relative_difference,
     steady,
@@ -27,7 +24,6 @@ from tests.integration.runs.recipes import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
 
-PATIENCE = timedelta(seconds=300)
 BLOWS = (
     (Striker.window, "rollout/1"),
     (Striker.encoder_accumulates, "prefix-encoder/1"),
@@ -73,16 +69,7 @@ async def test_two_ranks_go_on_from_the_checkpoint_of_one(alone, together):
 
 async def test_a_run_survives_the_death_of_single_ranks(together):
     wanted = steady(together.model, Schedule.ROLLPLEX, steps=12)
-    (calm,) = await together.succeeded({"calm": wanted})
-    async with together.node.client() as client:
-        run = await client.create_run(wanted, run_dir=together.node.folder / "killed")
-        async with Striker(together.node, client, run) as striker:
-            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
-            struck = [await moment(striker, victim) for moment, victim in BLOWS]
-            run = await ended
-    assert run.state is RunState.SUCCEEDED, run.reason
-    assert len({blow.step for blow in struck}) == len(BLOWS)
-    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+    await assert_survives(together, wanted, BLOWS)
 
 
 async def test_a_checkpoint_that_fails_on_one_rank_does_not_part_the_ranks(together):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,10 @@ from common.step.schedule import Schedule
 from rollplex.models import RunState
 from rollplex.verify.task import ROWS
 from tests.integration.runs import task
+from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Finished, Lab, reach
 from tests.integration.runs.moments import Striker
-from tests.integration.runs.recipes import different, final_tensors, recipe, relative_difference
+from tests.integration.runs.recipes import recipe, relative_difference
 from tests.integration.runs.test_samples import named
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
@@ -172,13 +171,4 @@ async def test_every_replica_reads_the_weights_of_its_learner(replicated):
 
 async def test_a_run_survives_the_death_of_a_rank_of_either_replica(replicated):
     wanted = steady(replicated, Schedule.ROLLPLEX, steps=60, prompts_per_step=2)
-    (calm,) = await replicated.succeeded({"calm": wanted})
-    async with replicated.node.client() as client:
-        run = await client.create_run(wanted, run_dir=replicated.node.folder / "killed")
-        async with Striker(replicated.node, client, run) as striker:
-            ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
-            struck = [await moment(striker, victim) for moment, victim in BLOWS]
-            run = await ended
-    assert run.state is RunState.SUCCEEDED, run.reason
-    assert len({blow.step for blow in struck}) == len(BLOWS)
-    assert different(calm.tensors, final_tensors(Path(run.run_dir))) == []
+    await assert_survives(replicated, wanted, BLOWS, patience=PATIENCE)
