@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.integration.runs.conftest import (
+    alone,
     divided_model,
     model,
     mortal_node,
@@ -13,6 +14,7 @@ from tests.integration.runs.conftest import (
 )
 
 __all__ = [
+    "alone",
     "divided_model",
     "model",
     "mortal_node",

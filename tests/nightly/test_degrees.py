@@ -14,11 +14,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.redis, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def alone(node, divided_model):
-    return Lab(node, divided_model)
-
-
-@pytest.fixture(scope="module")
 def wide(wide_node, divided_model):
     return Lab(wide_node, divided_model)
 

@@ -21,11 +21,6 @@ BLOWS = ((Striker.window, "rollout/3"), (Striker.updating, "learner/2"))
 
 
 @pytest.fixture(scope="module")
-def alone(node, divided_model):
-    return Lab(node, divided_model)
-
-
-@pytest.fixture(scope="module")
 def together(replicated_parallel_node, divided_model):
     return Lab(replicated_parallel_node, divided_model)
 

@@ -97,7 +97,7 @@ async def test_a_run_outlives_its_engine(lab):
     their service."""
     rollout = {**ROLLOUT, "sglang": {"logprob_bound": BOUND, "weights": "copy"}}
     wanted = recipe(lab.model, Schedule.SERIAL, rollout=rollout, training={"steps": 5})
-    folder = lab.node.folder / "killed"
+    folder = lab.folder / "killed"
     async with lab.node.client() as client:
         run = await client.create_run(wanted, run_dir=folder)
         await reach(client, run.run_id, RunState.RUNNING, steps=1)

@@ -133,6 +133,12 @@ def lab(node: Node, model: Path) -> Lab:
     return Lab(node, model)
 
 
+@pytest.fixture(scope="session")
+def alone(node: Node, divided_model: Path) -> Lab:
+    """What several ranks do, done by one."""
+    return Lab(node, divided_model)
+
+
 @pytest.fixture(autouse=True)
 def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that failed must not leave its run in the way of the next one's."""

@@ -36,7 +36,7 @@ async def assert_survives(
     """
     (calm,) = await lab.succeeded({"calm": wanted})
     async with lab.node.client() as client:
-        run = await client.create_run(wanted, run_dir=lab.node.folder / "killed")
+        run = await client.create_run(wanted, run_dir=lab.folder / "killed")
         async with Striker(lab.node, client, run) as striker:
             ended = asyncio.create_task(client.wait_run(run.run_id, patience=patience))
             struck = [await moment(striker, victim) for moment, victim in blows]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollplex.models import RunState
@@ -12,7 +14,6 @@ from tests.integration.runs.recipes import final_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import numpy as np
 
@@ -46,11 +47,12 @@ class Finished:
 
 
 class Lab:
-    """Runs on one node."""
+    """Runs on one node, each in a folder of its name in the lab's own."""
 
     def __init__(self, node: Node, model: Path) -> None:
         self.node = node
         self.model = model
+        self.folder = Path(tempfile.mkdtemp(dir=node.folder))
         self._finished: dict[str, Finished] = {}
 
     async def finished(self, wanted: Mapping[str, Recipe], **options: Any) -> list[Finished]:
@@ -63,7 +65,7 @@ class Lab:
         async with self.node.client() as client:
 
             async def make(name: str, recipe: Recipe) -> None:
-                folder = self.node.folder / name
+                folder = self.folder / name
                 async with room:
                     run = await client.create_run(recipe, run_dir=folder, **options)
                 run = await client.wait_run(run.run_id)

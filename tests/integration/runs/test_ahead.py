@@ -83,7 +83,7 @@ async def running(lab, name, asked):
     """A run to be looked into; yields what does it, and what the run has come to at the end."""
     ended = []
     async with lab.node.client() as client:
-        run = await client.create_run(asked, run_dir=lab.node.folder / name)
+        run = await client.create_run(asked, run_dir=lab.folder / name)
         async with Striker(lab.node, client, run) as striker:
             waiting = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
             yield striker, ended

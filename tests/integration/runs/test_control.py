@@ -31,7 +31,7 @@ def planned(lab):
 
 async def test_a_resumed_run_equals_the_uninterrupted_one(lab):
     async with lab.node.client() as client:
-        run = await client.create_run(planned(lab), run_dir=lab.node.folder / "interrupted")
+        run = await client.create_run(planned(lab), run_dir=lab.folder / "interrupted")
         # It waits in the queue until the first one is stopped.
         whole_run = asyncio.create_task(lab.succeeded({"whole": planned(lab)}))
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
@@ -55,7 +55,7 @@ async def test_a_resumed_run_equals_the_uninterrupted_one(lab):
 
 async def test_a_paused_run_waits_and_goes_on(lab):
     async with lab.node.client() as client:
-        run = await client.create_run(planned(lab), run_dir=lab.node.folder / "paused")
+        run = await client.create_run(planned(lab), run_dir=lab.folder / "paused")
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
         await client.pause(run.run_id)
         paused = await reach(client, run.run_id, RunState.PAUSED)
@@ -80,7 +80,7 @@ async def test_stop_now_and_stop_after_the_step(lab):
         # The second one waits in the queue for the end of the first.
         runs = await asyncio.gather(
             *(
-                client.create_run(planned(lab), run_dir=lab.node.folder / name)
+                client.create_run(planned(lab), run_dir=lab.folder / name)
                 for name in ("stopped-now", "stopped-after-step")
             )
         )

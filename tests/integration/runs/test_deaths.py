@@ -61,7 +61,7 @@ async def disturbed(lab, name, **training):
     wanted = recipe(lab.model, training={"steps": STEPS, **training})
     async with lab.node.client() as client:
         (calm,) = await lab.succeeded({"calm": undisturbed})
-        run = await client.create_run(wanted, run_dir=lab.node.folder / name)
+        run = await client.create_run(wanted, run_dir=lab.folder / name)
         async with Striker(lab.node, client, run) as striker:
             ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
             yield striker

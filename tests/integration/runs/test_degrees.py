@@ -27,11 +27,6 @@ FLOAT32_BYTES = 4
 
 
 @pytest.fixture(scope="module")
-def alone(node, divided_model):
-    return Lab(node, divided_model)
-
-
-@pytest.fixture(scope="module")
 def unequal(unequal_node, divided_model):
     return Lab(unequal_node, divided_model)
 
@@ -95,7 +90,7 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
     train_tp, rollout_tp = degrees
     wanted = steady(unequal.model, Schedule.SERIAL, steps=50)
     async with unequal.node.client() as client:
-        run = await client.create_run(wanted, run_dir=unequal.node.folder / "verified")
+        run = await client.create_run(wanted, run_dir=unequal.folder / "verified")
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
         await client.pause(run.run_id)
         await reach(client, run.run_id, RunState.PAUSED)

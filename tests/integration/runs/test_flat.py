@@ -46,7 +46,7 @@ def smallest(model):
 @pytest.mark.timeout(240)
 async def test_a_run_of_many_steps_is_flat(lab):
     async with lab.node.client() as client, lab.node.broker() as stub:
-        run = await client.create_run(smallest(lab.model), run_dir=lab.node.folder / "flat")
+        run = await client.create_run(smallest(lab.model), run_dir=lab.folder / "flat")
 
         async def paused_at(steps: int) -> None:
             await reach(client, run.run_id, RunState.RUNNING, steps=steps)

@@ -38,11 +38,6 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def alone(node, divided_model):
-    return Lab(node, divided_model)
-
-
-@pytest.fixture(scope="module")
 def together(parallel_node, divided_model):
     return Lab(parallel_node, divided_model)
 
@@ -76,7 +71,7 @@ async def test_a_checkpoint_that_fails_on_one_rank_does_not_part_the_ranks(toget
     """The other rank waits for it in a gather; the next checkpoint is of both again."""
     wanted = steady(together.model, Schedule.SERIAL, steps=50)
     async with together.node.client() as client:
-        run = await client.create_run(wanted, run_dir=together.node.folder / "full")
+        run = await client.create_run(wanted, run_dir=together.folder / "full")
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
         await client.pause(run.run_id)
         await reach(client, run.run_id, RunState.PAUSED)
@@ -94,7 +89,7 @@ async def test_a_checkpoint_that_fails_on_one_rank_does_not_part_the_ranks(toget
 async def test_every_rank_reads_the_weights_of_its_owner(together):
     wanted = steady(together.model, Schedule.SERIAL, steps=50)
     async with together.node.client() as client:
-        run = await client.create_run(wanted, run_dir=together.node.folder / "verified")
+        run = await client.create_run(wanted, run_dir=together.folder / "verified")
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
         await client.pause(run.run_id)
         await reach(client, run.run_id, RunState.PAUSED)

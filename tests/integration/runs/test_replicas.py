@@ -156,7 +156,7 @@ async def test_evaluations_are_of_all_replicas(lab, replicated):
 async def test_every_replica_reads_the_weights_of_its_learner(replicated):
     wanted = steady(replicated, steps=50)
     async with replicated.node.client() as client:
-        run = await client.create_run(wanted, run_dir=replicated.node.folder / "verified")
+        run = await client.create_run(wanted, run_dir=replicated.folder / "verified")
         await reach(client, run.run_id, RunState.RUNNING, steps=1)
         await client.pause(run.run_id)
         await reach(client, run.run_id, RunState.PAUSED)

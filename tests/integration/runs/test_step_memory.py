@@ -26,7 +26,7 @@ async def test_the_picture_is_of_one_whole_step(lab, tmp_path):
         with pytest.raises(FailedPrecondition, match="no run is at work"):
             await sample_step(client)
         asked = recipe(lab.model, reward=SLOW, training={"steps": 500})
-        run = await client.create_run(asked, run_dir=lab.node.folder / "step-memory")
+        run = await client.create_run(asked, run_dir=lab.folder / "step-memory")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rollplex.cli", "--address", address),
             *("memory", "--step", "--png", str(png), "--json"),

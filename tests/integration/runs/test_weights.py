@@ -108,7 +108,7 @@ async def test_one_bit_in_the_copy_of_one_process_is_found(faulty_node, model, p
 async def test_checks_while_steps_run_change_nothing(lab):
     async with lab.node.client() as client:
         (alone,) = await lab.succeeded({"unchecked": slow(lab.model)})
-        folder = lab.node.folder / "checked"
+        folder = lab.folder / "checked"
         run = await client.create_run(slow(lab.model), run_dir=folder)
         await reach(client, run.run_id, RunState.RUNNING)
         reports = []
