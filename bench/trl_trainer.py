@@ -108,9 +108,10 @@ class RandomCheckpoint:
             )
         layout = weight_layout(model, train_vision=self._train_vision, dtype=dtype)
         flat = torch.empty(layout.total_elements, dtype=dtype, device=self._device)
-        fill_random(flat, layout, seed=SEED)
+        tensors = views(flat, layout)
+        fill_random(tensors, seed=SEED)
         with torch.no_grad():
-            for name, values in views(flat, layout).items():
+            for name, values in tensors.items():
                 model.get_parameter(name).copy_(values)
         model.model.visual.requires_grad_(self._train_vision)
         model.generation_config = GenerationConfig.from_pretrained(path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -28,13 +29,15 @@ class GpuSharing:
 
     Attributes:
         train_rank: rank inside its training replica.
+        train_replica: whose memory it is that the rollout reads here.
         rollout_rank: rank inside its rollout replica.
-        rollout_replica: counted over all GPUs.
+        rollout_replica: counted over all GPUs; one that is not there has no tensors.
         element_bytes: of one element.
     """
 
     gpu: int
     train_rank: int
+    train_replica: int
     rollout_rank: int
     rollout_replica: int
     clusters: tuple[ClusterSharing, ...]
@@ -75,6 +78,13 @@ class GpuSharing:
         )
 
     @cached_property
+    def gap_bytes(self) -> int:
+        """Memory in buffers shared with training beyond the training shard."""
+        return self.element_bytes * sum(
+            one.gap_elements * one.train[0].count for one in self.clusters
+        )
+
+    @cached_property
     def extra_bytes(self) -> int:
         """All memory for the rollout's weights beyond the training shard."""
         return self.element_bytes * sum(
@@ -110,6 +120,16 @@ class SharingPlan:
     plain_alias_bytes: int
 
 
+class Station(NamedTuple):
+    """Who is on a GPU; see `GpuSharing`."""
+
+    gpu: int
+    train_rank: int
+    train_replica: int
+    rollout_rank: int
+    rollout_replica: int
+
+
 def plan_sharing(
     train: Layout,
     rollout: Layout,
@@ -117,45 +137,60 @@ def plan_sharing(
     element_bytes: int,
     gpus: int | None = None,
     shared: bool = True,
-    packed: bool = False,
+    train_replicas: int | None = None,
+    rollout_replicas: int | None = None,
 ) -> SharingPlan:
     """Place the rollout's ranks so that the most bytes alias, and say what every GPU shares.
 
     GPU g has training rank ``g % train.degree``. Replicas of both lie inside blocks of the least
-    common multiple of the degrees.
+    common multiple of the degrees. Where several of the rollout's ranks share the memory of one
+    rank of training, nothing is gathered in place there: one gap cannot be the place of each.
 
     Args:
         element_bytes: of one element of every tensor.
-        gpus: of the whole run; by default one block.
+        gpus: of the whole run; by default as few blocks as have all replicas.
         shared: if not, nothing is shared: every rank of the rollout, in the plain order, has a
             second copy, all of it rebuilt.
-        packed: whether training's tensors follow each other without a gap. Then nothing is gathered
-            in place: what is no view of the training shard is rebuilt.
+        train_replicas: so many have memory; GPUs of further ones share theirs, in turn. None: all.
+        rollout_replicas: so many are there; GPUs of further ones have training only. None: all.
     Raises: InvalidArgument if `gpus` is no multiple of a block.
     """
     block = math.lcm(train.degree, rollout.degree)
-    gpus = block if gpus is None else gpus
+    if gpus is None:
+        ranks = train.degree * (train_replicas or 1), rollout.degree * (rollout_replicas or 1)
+        gpus = block * math.ceil(max(ranks) / block)
     if gpus < 1 or gpus % block:
         raise InvalidArgument(
             f"gpus = {gpus}: with TP {train.degree} in training and TP {rollout.degree} in the "
             f"rollout legal are multiples of {block}"
         )
-    joined = clusters(train, rollout, packed=packed)
+    joined = clusters(train, rollout)
     if shared:
         alias_bytes = element_bytes * _alias_elements(joined, train.degree, rollout.degree)
     else:
         alias_bytes = np.zeros((train.degree, rollout.degree), dtype=np.int64)
     slots = _best_slots(alias_bytes, block)
-    pairs = {(gpu % train.degree, slots[gpu] % rollout.degree) for gpu in range(block)}
-    if shared:
-        made_of = _shared(joined, pairs)
-    else:
-        made_of = {pair: tuple(cluster.apart(*pair) for cluster in joined) for pair in pairs}
-    made: list[GpuSharing] = []
+    stations: list[Station] = []
     for gpu in range(gpus):
-        replica, rank = divmod(slots[gpu % block] + gpu // block * block, rollout.degree)
-        pair = (gpu % train.degree, rank)
-        made.append(GpuSharing(gpu, *pair, replica, made_of[pair], element_bytes))
+        place = slots[gpu % block] + gpu // block * block
+        replica = gpu // train.degree
+        if train_replicas is not None:
+            replica %= train_replicas
+        stations.append(
+            Station(
+                gpu, gpu % train.degree, replica, place % rollout.degree, place // rollout.degree
+            )
+        )
+    there = [
+        one
+        for one in stations
+        if rollout_replicas is None or one.rollout_replica < rollout_replicas
+    ]
+    made_of = _shared(joined, there) if shared else _apart(joined, there)
+    made: list[GpuSharing] = []
+    for one in stations:
+        pair = (one.train_rank, one.rollout_rank if one in there else None)
+        made.append(GpuSharing(*one, made_of[pair], element_bytes))
     plain = sum(int(alias_bytes[gpu % train.degree, gpu % rollout.degree]) for gpu in range(gpus))
     return SharingPlan(train, rollout, tuple(made), plain)
 
@@ -191,24 +226,48 @@ def _best_slots(alias_bytes: NDArray[np.int64], block: int) -> list[int]:
 
 
 def _shared(
-    joined: Sequence[Cluster], pairs: set[tuple[int, int]]
-) -> dict[tuple[int, int], tuple[ClusterSharing, ...]]:
-    """What each pair of a training rank and a rollout rank that is on some GPU shares there."""
-    beside: dict[int, list[int]] = {}
-    for train_rank, rollout_rank in sorted(pairs):
-        beside.setdefault(train_rank, []).append(rollout_rank)
-    made: dict[tuple[int, int], tuple[ClusterSharing, ...]] = {}
-    for train_rank, rollout_ranks in beside.items():
-        together = [cluster.together(train_rank, rollout_ranks) for cluster in joined]
-        for rollout_rank in rollout_ranks:
-            made[train_rank, rollout_rank] = tuple(one[rollout_rank] for one in together)
+    joined: Sequence[Cluster], there: Sequence[Station]
+) -> dict[tuple[int, int | None], tuple[ClusterSharing, ...]]:
+    """What a training rank and a rollout rank share, for all pairs of `there`.
+
+    Returns: by training rank and rollout rank; None: training's alone.
+    """
+    beside: dict[int, set[int]] = {}
+    used: Counter[tuple[int, int]] = Counter()
+    for one in there:
+        beside.setdefault(one.train_rank, set()).add(one.rollout_rank)
+        used[one.train_rank, one.train_replica] += 1
+    crowded = {train_rank for (train_rank, _), ranks in used.items() if ranks > 1}
+    made: dict[tuple[int, int | None], tuple[ClusterSharing, ...]] = {}
+    for train_rank in range(len(joined[0].train)):
+        if train_rank not in beside:
+            made[train_rank, None] = tuple(cluster.alone(train_rank) for cluster in joined)
+            continue
+        ranks = sorted(beside[train_rank])
+        packed = train_rank in crowded
+        together = [cluster.together(train_rank, ranks, packed=packed) for cluster in joined]
+        for rank in ranks:
+            made[train_rank, rank] = tuple(one[rank] for one in together)
+        # so that one offset holds on all replicas of training
+        made[train_rank, None] = tuple(replace(one[ranks[0]], rollout=()) for one in together)
     return made
 
 
-def clusters(train: Layout, rollout: Layout, *, packed: bool = False) -> list[Cluster]:
+def _apart(
+    joined: Sequence[Cluster], there: Sequence[Station]
+) -> dict[tuple[int, int | None], tuple[ClusterSharing, ...]]:
+    """As `_shared`, with nothing shared."""
+    made: dict[tuple[int, int | None], tuple[ClusterSharing, ...]] = {}
+    for train_rank in range(len(joined[0].train)):
+        made[train_rank, None] = tuple(cluster.alone(train_rank) for cluster in joined)
+    for pair in {(one.train_rank, one.rollout_rank) for one in there}:
+        made[pair] = tuple(cluster.apart(*pair) for cluster in joined)
+    return made
+
+
+def clusters(train: Layout, rollout: Layout) -> list[Cluster]:
     """The tensors of both layouts, grouped by the logical tensors that they have in common.
 
-    Args: packed: as for `plan_sharing`.
     Raises: InvalidArgument naming the logical tensors that only one of them has.
     """
     names = [
@@ -232,7 +291,6 @@ def clusters(train: Layout, rollout: Layout, *, packed: bool = False) -> list[Cl
             rollout=_of_group(rollout, group),
             train_in_blocks=train.in_blocks,
             rollout_in_blocks=rollout.in_blocks,
-            packed=packed,
         )
         for group in groups
     ]

@@ -81,15 +81,23 @@ class ClusterSharing:
         storage_elements: of the shared buffer.
         train: training's tensors.
         train_views: where they lie in it.
-        rollout: the rollout's tensors.
-        extra_elements: all memory beyond the training shard, buffers for rebuilding included.
+        rollout: the rollout's tensors; none on a GPU without a rank of it.
     """
 
     storage_elements: int
     train: Tensors
     train_views: tuple[View, ...]
     rollout: tuple[TensorSharing, ...]
-    extra_elements: int
+
+    @property
+    def gap_elements(self) -> int:
+        """Elements of the shared buffer beyond training's tensors."""
+        return self.storage_elements - sum(one.numel for one in self.train)
+
+    @property
+    def extra_elements(self) -> int:
+        """All memory beyond the training shard, buffers for rebuilding included."""
+        return self.gap_elements + self.rebuilt_elements
 
     @property
     def rebuilt_elements(self) -> int:
@@ -106,14 +114,12 @@ class Cluster:
         rollout: by rank of the rollout.
         train_in_blocks: `Layout.in_blocks` of training.
         rollout_in_blocks: the same of the rollout.
-        packed: whether training's tensors have to follow each other without a gap.
     """
 
     train: tuple[Tensors, ...]
     rollout: tuple[Tensors, ...]
     train_in_blocks: bool
     rollout_in_blocks: bool
-    packed: bool = False
 
     def overlaps(self, train_rank: int, rollout_rank: int) -> bool:
         """Whether the two ranks have any element in common."""
@@ -133,15 +139,19 @@ class Cluster:
             made.append(one)
         return min(made, key=lambda one: (one.extra_elements, one.rebuilt_elements))
 
-    def together(self, train_rank: int, rollout_ranks: Sequence[int]) -> dict[int, ClusterSharing]:
+    def together(
+        self, train_rank: int, rollout_ranks: Sequence[int], *, packed: bool = False
+    ) -> dict[int, ClusterSharing]:
         """The best sharing on GPUs that have the same training rank beside these rollout ranks.
 
         All of them have the same buffer, so that one offset holds on all replicas of training.
+
+        Args: packed: training's tensors follow each other without a gap.
         """
         made = [
             {
                 (one.storage_elements, one.train_views): one
-                for one in self._candidates(train_rank, rollout_rank)
+                for one in self._candidates(train_rank, rollout_rank, packed=packed)
             }
             for rollout_rank in rollout_ranks
         ]
@@ -151,20 +161,36 @@ class Cluster:
 
     def apart(self, train_rank: int, rollout_rank: int) -> ClusterSharing:
         """No sharing: training's tensors one after the other, buffers of the rollout's own."""
+        storage, views = self._dense(train_rank)
+        return self._in_storage(storage, views, train_rank, rollout_rank, apart=True)
+
+    def alone(self, train_rank: int) -> ClusterSharing:
+        """A GPU with no rank of the rollout: training's tensors one after the other."""
+        storage, views = self._dense(train_rank)
+        return ClusterSharing(
+            storage_elements=storage.elements,
+            train=self.train[train_rank],
+            train_views=views,
+            rollout=(),
+        )
+
+    def _dense(self, train_rank: int) -> tuple[Storage, tuple[View, ...]]:
         storage = Storage.of(self.train[train_rank])
         views = self._train_views(storage, self.train[train_rank])
         assert views is not None, "each of them was put there"
-        return self._in_storage(storage, views, train_rank, rollout_rank, apart=True)
+        return storage, views
 
-    def _candidates(self, train_rank: int, rollout_rank: int) -> Iterator[ClusterSharing]:
-        for storage in self._storages(train_rank, rollout_rank):
+    def _candidates(
+        self, train_rank: int, rollout_rank: int, *, packed: bool = False
+    ) -> Iterator[ClusterSharing]:
+        for storage in self._storages(train_rank, rollout_rank, packed=packed):
             if (views := self._train_views(storage, self.train[train_rank])) is not None:
                 yield self._in_storage(storage, views, train_rank, rollout_rank)
 
-    def _storages(self, train_rank: int, rollout_rank: int) -> Iterator[Storage]:
+    def _storages(self, train_rank: int, rollout_rank: int, *, packed: bool) -> Iterator[Storage]:
         own, wanted = self.train[train_rank], self.rollout[rollout_rank]
         yield Storage.of(own)
-        if self.packed:
+        if packed:
             return
         yield Storage.of(wanted)
         # every rollout shard that lies in this training shard, each one as its engine wants it: so
@@ -201,13 +227,11 @@ class Cluster:
             )
             for one in self.rollout[rollout_rank]
         )
-        rebuilt = sum(one.tensor.numel for one in rollout if one.view is None)
         return ClusterSharing(
             storage_elements=storage.elements,
             train=own,
             train_views=views,
             rollout=rollout,
-            extra_elements=storage.elements - sum(one.numel for one in own) + rebuilt,
         )
 
     def _tensor(

@@ -41,6 +41,11 @@ class View:
         return cls(offset, shape, strides)
 
     @property
+    def numel(self) -> int:
+        """Number of elements, gaps not counted."""
+        return math.prod(self.shape)
+
+    @property
     def block_rows(self) -> int:
         """Rows that lie at one stride."""
         return self.shape[self.blocks]

@@ -190,14 +190,3 @@ def ready_gradients(
         clipped=finite and norm > max_norm,
         learning_rate=learning_rate,
     )
-
-
-def cast_weights(master: Tensor, weights: Tensor) -> None:
-    """Make compute weights equal to the cast masters; nothing to do where both are one storage.
-
-    Args:
-        master: [P].
-        weights: [P] of the compute dtype; written in place.
-    """
-    if weights.data_ptr() != master.data_ptr() or weights.dtype != master.dtype:
-        weights.copy_(master)

@@ -1,4 +1,4 @@
-"""Reading and writing Qwen2.5-VL checkpoints from and to flat weights, one tensor at a time."""
+"""Reading and writing Qwen2.5-VL checkpoints from and to a rank's weights, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from common.vlm.errors import ModelFilesError
 from common.vlm.files import INDEX_FILE, weight_files
 from common.vlm.names import in_memory_name, on_disk_name
-from common.weights.binding import torch_dtype, views
+from common.weights.binding import torch_dtype
 from common.weights.errors import LayoutMismatch, UnexpectedWeight, shown
 from common.weights.layout import TensorEntry, WeightLayout, missing_error
 
@@ -33,24 +33,24 @@ DEFAULT_SHARD_BYTES = 2 * 1024**3
 def load_checkpoint(
     path: str | Path,
     layout: WeightLayout,
-    flat: Tensor,
+    tensors: Mapping[str, Tensor],
     *,
     shards: Mapping[str, Shard] | None = None,
 ) -> None:
-    """Fill flat weights from a model folder, cast to the buffer's dtype.
+    """Fill weights from a model folder, cast to their dtype.
 
-    No more than one tensor of the checkpoint is held beside the buffer.
+    No more than one tensor of the checkpoint is held beside them.
 
     Args:
         path: folder with one safetensors file or an index of several.
         layout: of the whole model (world 1), or with `shards` of a rank.
-        flat: [total_elements]; written, padding set to zero. Undefined after an error.
+        tensors: the layout's, by name, wherever they lie; written. Undefined after an error.
         shards: the rank's part of every tensor; nothing else is read from the files.
     Raises: ModelFilesError for an absent or unreadable file; MissingWeight or UnexpectedWeight
         naming the tensors; LayoutMismatch for a tensor of another shape.
     """
-    targets = _whole_views(layout, flat) if shards is None else views(flat, layout)
-    flat.zero_()
+    if shards is None:
+        _check_whole(layout)
     loaded: set[str] = set()
     unexpected: list[str] = []
     for file in weight_files(path):
@@ -58,16 +58,16 @@ def load_checkpoint(
             with safe_open(file, framework="pt", device="cpu") as shard:
                 for disk_name in shard.keys():  # noqa: SIM118 - not a mapping
                     name = in_memory_name(disk_name)
-                    if name in targets:
+                    if name in tensors:
                         part = None if shards is None else shards[name]
                         source = _read(shard, disk_name, part)
-                        _copy(source, targets[name], f"{file}: {disk_name}")
+                        _copy(source, tensors[name], f"{file}: {disk_name}")
                         loaded.add(name)
                     elif name not in layout.aliases:
                         unexpected.append(disk_name)
         except (SafetensorError, OSError) as error:
             raise ModelFilesError(f"cannot read {file}: {error}", path=str(file)) from error
-    if missing := [name for name in targets if name not in loaded]:
+    if missing := [name for name in tensors if name not in loaded]:
         raise missing_error(missing, f"the checkpoint {path}")
     if unexpected:
         raise UnexpectedWeight(
@@ -80,27 +80,27 @@ def save_checkpoint(
     path: str | Path,
     config: Qwen2_5_VLConfig,
     layout: WeightLayout,
-    flat: Tensor,
+    tensors: Mapping[str, Tensor],
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write configuration and weights as the library itself would name them.
 
-    As `write_checkpoint`, from one buffer of all weights.
+    As `write_checkpoint`, from weights that are here.
 
     Args:
         path, config, max_shard_bytes: as there.
         layout: must be of the whole model (world 1).
-        flat: [total_elements], any device.
-    Raises: LayoutMismatch if the buffer does not fit the layout.
+        tensors: the layout's, by name, any device.
+    Raises: LayoutMismatch for a layout of a rank's parts.
     """
-    tensors = _whole_views(layout, flat)
+    _check_whole(layout)
     write_checkpoint(
         path,
         config,
         layout,
         lambda entry: tensors[entry.name],
-        dtype=flat.dtype,
+        dtype=torch_dtype(layout),
         max_shard_bytes=max_shard_bytes,
     )
 
@@ -146,13 +146,9 @@ def write_checkpoint(
     saved.save_pretrained(folder)
 
 
-def _whole_views(layout: WeightLayout, flat: Tensor) -> dict[str, Tensor]:
+def _check_whole(layout: WeightLayout) -> None:
     if layout.world != 1:
         raise LayoutMismatch(f"a checkpoint holds whole tensors, not part 1 of {layout.world}")
-    if flat.numel() != layout.total_elements:
-        raise LayoutMismatch(f"{flat.numel()} elements for a layout of {layout.total_elements}")
-    torch_dtype(layout)
-    return views(flat, layout)
 
 
 def _read(file: Any, disk_name: str, part: Shard | None) -> Tensor:

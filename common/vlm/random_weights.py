@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.vlm.parallel.state import take_shard
-from common.weights.binding import views
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,33 +16,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from common.vlm.parallel.shards import Shard
-    from common.weights.layout import WeightLayout
 
 EMBEDDING_STD = 0.02
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def fill_random(
-    flat: Tensor, layout: WeightLayout, *, seed: int, shards: Mapping[str, Shard] | None = None
+    tensors: Mapping[str, Tensor], *, seed: int, shards: Mapping[str, Shard] | None = None
 ) -> None:
-    """Fill flat weights: matrices with 1 / sqrt(fan-in), norms 1, biases 0, padding 0.
+    """Fill weights: matrices with 1 / sqrt(fan-in), norms 1, biases 0.
 
     A tensor's values depend on seed, name, shape, dtype and kind of device, not on its place, so
     layouts of a trained and of a frozen tower get equal ones, and ranks the parts of equal ones.
 
     Args:
-        flat: [total_elements], any device; written.
-        layout: of the whole model (world 1), or with `shards` of a rank.
+        tensors: of the whole model by name, or with `shards` of a rank; any device; written.
         seed: any integer.
         shards: the rank's part of every tensor; one whole tensor is held beside the buffer.
     """
-    flat.zero_()
-    for name, view in views(flat, layout).items():
+    for name, view in tensors.items():
         if view.dim() == 1:
             view.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(flat.device).manual_seed(int.from_bytes(digest) >> 1)
+        generator = torch.Generator(view.device).manual_seed(int.from_bytes(digest) >> 1)
         part = None if shards is None else shards[name]
         whole = view if part is None else view.new_empty(part.whole)
         fan_in = math.prod(whole.shape[1:])

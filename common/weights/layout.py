@@ -129,7 +129,7 @@ class WeightLayout:
                     numel=numel,
                 )
             )
-            offset += _padded(numel)
+            offset += padded(numel)
             if spec.decay:
                 decay_elements = offset
             if spec.trainable:
@@ -217,7 +217,7 @@ class WeightLayout:
                 offset < self.trainable_elements
             ):
                 raise LayoutInvalid(f"{name} lies in the wrong region", name=name)
-            offset += _padded(entry.numel)
+            offset += padded(entry.numel)
         if offset != self.total_elements:
             raise LayoutInvalid(f"entries take {offset} elements, not {self.total_elements}")
         for alias, target in self.aliases.items():
@@ -230,5 +230,6 @@ def missing_error(names: list[str], where: str) -> MissingWeight:
     return MissingWeight(f"{where} has no weight for: {shown(names)}", names=names)
 
 
-def _padded(numel: int) -> int:
+def padded(numel: int) -> int:
+    """So many elements and those up to the next place where an entry may start."""
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS

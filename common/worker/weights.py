@@ -1,16 +1,17 @@
 """The run's shared weights: which storages there are, and models bound to them.
 
-Shapes: E elements of all weights of a layout, Et of its trainable part.
+Shapes: Es elements of a storage of weights, Et of a layout's trainable part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.ids import Participant, Service, WeightsVersion
+from common.layouts.node import node_plan, training_sharing
 from common.tensors.spec import Residency, TensorSpec
 from common.tensors.storage import Storage, StorageSpec
 from common.tensors.views import tensor_view
@@ -21,7 +22,9 @@ from common.vlm.parallel.model import config_shape, parallel_model
 from common.vlm.parallel.pieces import pieces
 from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.random_weights import fill_random
-from common.weights.binding import bind_parameters, bind_tensors
+from common.weights.binding import bind_tensors, views
+from common.weights.placed import placed
+from common.weights.places import WeightPlaces
 from common.worker.scope import dtype_name
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+    from common.layouts.plan import SharingPlan
     from common.vlm.model import SplitModel
     from common.vlm.parallel.pieces import Piece
     from common.vlm.parallel.shards import Shard
@@ -58,6 +62,11 @@ class ModelShape:
     config: Qwen2_5_VLConfig
     layout: WeightLayout
     """Of this rank."""
+    places: WeightPlaces
+    """Of these weights in their storage: as the layout has them, but for the policy's in training,
+    if the plan has gaps there for what the rollout gathers."""
+    plan: SharingPlan | None
+    """What training and rollout share of the policy; None: every storage is its readers' whole."""
     whole: WeightLayout
     """Of the model without tensor parallelism."""
     parts: Mapping[str, Shard] | None
@@ -70,13 +79,18 @@ class ModelShape:
 
 
 def model_shape(context: RunContext, path: Path, *, train_vision: bool) -> ModelShape:
-    """Read the configuration and lay out the weights. Raises ModelFilesError, DegreeInvalid."""
+    """Read the configuration and lay out the weights, one after the other.
+
+    Raises: ModelFilesError, DegreeInvalid.
+    """
     config = load_config(path)
     whole = _layout(context, config, train_vision=train_vision)
     layout, parts = _own_part(context, config, whole)
     return ModelShape(
         config=config,
         layout=layout,
+        places=WeightPlaces.dense(layout),
+        plan=None,
         whole=whole,
         parts=parts,
         pieces=_pieces(context, whole, config),
@@ -101,9 +115,28 @@ def _pieces(
 
 
 def policy_shape(context: RunContext) -> ModelShape:
-    """The policy's shape under the recipe."""
+    """The policy's shape under the recipe; in training, with gaps where the plan has them."""
     model = context.recipe.model
-    return model_shape(context, model.path, train_vision=model.train_vision)
+    shape = model_shape(context, model.path, train_vision=model.train_vision)
+    plan = _policy_plan(context, shape.config)
+    if plan is None:
+        return shape
+    if context.participant.service is Service.ROLLOUT:
+        return replace(shape, plan=plan)
+    sharing = training_sharing(plan, context.place.tensor_rank)
+    return replace(shape, plan=plan, places=WeightPlaces.planned(shape.layout, sharing))
+
+
+def _policy_plan(context: RunContext, config: Qwen2_5_VLConfig) -> SharingPlan | None:
+    counts = [context.partners.count(one) for one in (Service.LEARNER, Service.ROLLOUT)]
+    if counts[0] == counts[1]:
+        return None
+    return node_plan(
+        config_shape(config),
+        train_tp=counts[0],
+        rollout_tp=counts[1],
+        element_bytes=context.dtype.itemsize,
+    )
 
 
 def policy_layout(context: RunContext) -> WeightLayout:
@@ -136,18 +169,25 @@ def reference_shape(context: RunContext) -> ModelShape:
     return model_shape(context, model.reference_path or model.path, train_vision=False)
 
 
-def first_weights(context: RunContext, path: Path, shape: ModelShape, flat: torch.Tensor) -> None:
-    """Fill a storage with what a run begins with: the folder's weights, or random ones.
+def first_weights(
+    context: RunContext, path: Path, shape: ModelShape, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill weights with what a run begins with: the folder's, or random ones.
 
     Args:
         path: model folder.
-        flat: [E]; written. Its kernels may still run.
+        tensors: by name; written. Their kernels may still run.
     Raises: what `load_checkpoint` does.
     """
     if context.recipe.model.weights == "random":
-        fill_random(flat, shape.layout, seed=context.recipe.seed, shards=shape.parts)
+        fill_random(tensors, seed=context.recipe.seed, shards=shape.parts)
     else:
-        load_checkpoint(path, shape.layout, flat, shards=shape.parts)
+        load_checkpoint(path, shape.layout, tensors, shards=shape.parts)
+
+
+def shared_tensors(shape: ModelShape, weights: Storage) -> dict[str, torch.Tensor]:
+    """A model's weights in their storage, by name."""
+    return placed(tensor_view(weights, FLAT), shape.places)
 
 
 def flat_spec(
@@ -174,9 +214,12 @@ def shared_model(
         gradients: the accumulator that `.grad` is a view of; None: nothing trains here.
     """
     model = empty_model(shape.config, device=context.device, dtype=context.dtype)
-    flat_gradients = None if gradients is None else tensor_view(gradients, FLAT)
+    accumulators: dict[str, torch.Tensor] = {}
+    if gradients is not None:
+        names = [entry.name for entry in shape.layout.trainable_entries]
+        accumulators = views(tensor_view(gradients, FLAT), shape.layout, names)
     split = _split_over_ranks(context, model)
-    bind_parameters(model, shape.layout, tensor_view(weights, FLAT), flat_gradients)
+    bind_tensors(model, shape.layout, shared_tensors(shape, weights), accumulators)
     return split or split_model(model, context.recipe.model.kernels)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
-from common.layouts.node import node_plan, rollout_sharing
+from common.layouts.node import node_plan, rollout_sharing, training_sharing
 from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
 from common.vlm.shape import read_shape
@@ -109,6 +109,9 @@ def needed_bytes(
         shape = read_shape(str(recipe.model.path))
         plan = node_plan(
             shape, train_tp=place.degree, rollout_tp=rollout_ranks, element_bytes=compute
+        )
+        needed["policy.weights"] += sum(
+            training_sharing(plan, rank).gap_bytes for rank in range(place.degree)
         )
         needed["rollout.weights"] = sum(
             rollout_sharing(plan, rank).rebuild_bytes for rank in range(rollout_ranks)

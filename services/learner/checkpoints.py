@@ -78,9 +78,9 @@ class CheckpointStore:
             for left in self._folder.glob(f".{_PREFIX}*"):
                 shutil.rmtree(left)
         if sharding is None:
-            save_checkpoint(draft, self._config, state.layout, state.weights)
+            save_checkpoint(draft, self._config, state.layout, state.tensors)
         else:
-            sharding.save_weights(draft, state.weights)
+            sharding.save_weights(draft, state.tensors)
         if self._leads:
             self._write_beside(draft, version, recipe_json)
         if sharding is not None:
@@ -142,9 +142,9 @@ class CheckpointStore:
         """
         version_of(folder)
         if self._sharding is None:
-            load_checkpoint(folder, self._state.layout, self._state.weights)
+            load_checkpoint(folder, self._state.layout, self._state.tensors)
         else:
-            self._sharding.load_weights(folder, self._state.weights)
+            self._sharding.load_weights(folder, self._state.tensors)
 
     def load_part(self, folder: Path, part: StatePart) -> None:
         """Fill a part from a committed checkpoint, and rebuild its compute weights.

@@ -50,7 +50,7 @@ class OptimizerFile:
 
     def write(self, part: StatePart) -> None:
         """Write a part's range of both tensors."""
-        self._map(MASTERS)[part.elements].copy_(part.masters)
+        part.read_masters(self._map(MASTERS)[part.elements])
         self._map(MOMENTS)[:, part.elements].copy_(part.moments)
 
     def read(self, part: StatePart) -> None:
@@ -67,9 +67,8 @@ class OptimizerFile:
                         f"model has {list(shape)}; was model.train_vision another?",
                         path=str(self._path),
                     )
-            part.masters.copy_(saved[MASTERS][part.elements])
+            part.write_masters(saved[MASTERS][part.elements])
             part.moments.copy_(saved[MOMENTS][:, part.elements])
-        part.cast()
 
     def _map(self, name: str) -> torch.Tensor:
         """One tensor where it lies in the file."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from common.weights.placed import PlacedRange
+
 
 class Replicas:
     """The ranks of all replicas that have the same part of the model.
@@ -44,6 +46,19 @@ class Replicas:
         own = parts[self._mesh.get_local_rank()]
         dist.reduce_scatter(own, parts, group=self._mesh.get_group())
         return own
+
+    def exchange(self, weights: PlacedRange) -> None:
+        """Have the shares of the others in the trainable weights, where they lie.
+
+        Memory: as much again where anything lies between them.
+        """
+        if weights.whole is not None:
+            self.gather(weights.whole)
+            return
+        flat = weights.new_zeros()
+        weights.copy_to(flat)
+        self.gather(flat)
+        weights.copy_(flat)
 
     def gather(self, flat: torch.Tensor) -> None:
         """Fill every share with what its rank has there.

@@ -76,7 +76,7 @@ class LearnerRun:
         model = context.recipe.model
         check_model_files(model.path, weights=model.weights == "files")
         shape = policy_shape(context)
-        return cls(context, shape, await LearnerStorages.open(context, shape.layout))
+        return cls(context, shape, await LearnerStorages.open(context, shape))
 
     async def prepare(self) -> Prepared:
         """Hold a whole version: the one in the storages, or else the newest durable one."""
@@ -148,7 +148,7 @@ class LearnerRun:
         if self.context.push is None:
             return
         with await self.storages.weights.hold_read(version, timeout_s=HOLD_TIMEOUT_S):
-            await push_whole(self.context.push, version, self.storages.state.weights)
+            await push_whole(self.context.push, version, self.storages.state.pushed_weights)
 
     # ---------------------------------------------------------------- restoring
 
@@ -216,7 +216,7 @@ class LearnerRun:
             if joined is not None and not joined.all_true(True):
                 raise NotFound("another rank of the learner has no such copy")
             if self.replicas is not None:
-                self.replicas.gather(self.storages.state.trainable_weights)
+                self.replicas.exchange(self.storages.state.trainable_weights)
 
         try:
             await self.storages.rewrite(version, fill_weights, fill_part, complete)
@@ -229,7 +229,7 @@ class LearnerRun:
         context, state = self.context, self.storages.state
         if context.resume_from is not None:
             load_checkpoint(
-                context.resume_from, state.layout, state.weights, shards=self.shape.parts
+                context.resume_from, state.layout, state.tensors, shards=self.shape.parts
             )
         else:
-            first_weights(context, context.recipe.model.path, self.shape, state.weights)
+            first_weights(context, context.recipe.model.path, self.shape, state.tensors)

@@ -65,7 +65,7 @@ class HostShadow:
         """Write masters and moments of a part into the draft."""
         draft = self._map(self._draft, create=True)
         elements = self._place_of(part)
-        draft[0, elements].copy_(part.masters)
+        part.read_masters(draft[0, elements])
         draft[1:, elements].copy_(part.moments)
 
     def finish(self, version: WeightsVersion) -> None:
@@ -90,9 +90,8 @@ class HostShadow:
         self.check(name)
         slot = self._map(name, create=False)
         elements = self._place_of(part)
-        part.masters.copy_(slot[0, elements])
+        part.write_masters(slot[0, elements])
         part.moments.copy_(slot[1:, elements])
-        part.cast()
 
     def _place_of(self, part: StatePart) -> slice:
         return slice(part.elements.start - self._own.start, part.elements.stop - self._own.start)

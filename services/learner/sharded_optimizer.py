@@ -39,7 +39,7 @@ class ShardedOptimizer:
     def write(self, part: StatePart) -> None:
         """Take a part's range in, on the host."""
         rows = self._host_rows()
-        rows[0, part.elements].copy_(part.masters)
+        part.read_masters(rows[0, part.elements])
         rows[1:, part.elements].copy_(part.moments)
 
     def gather(self) -> None:
@@ -56,10 +56,9 @@ class ShardedOptimizer:
         """
         row = self._host_rows()[0]
         with safe_open(self._path, framework="pt") as file:
-            part.masters.copy_(self._taken(file.get_tensor(MASTERS), row)[part.elements])
+            part.write_masters(self._taken(file.get_tensor(MASTERS), row)[part.elements])
             for place, saved in zip(part.moments, file.get_tensor(MOMENTS), strict=True):
                 place.copy_(self._taken(saved, row)[part.elements])
-        part.cast()
 
     def _taken(self, saved: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """This rank's [Et] of a tensor of the whole model, in `row`."""

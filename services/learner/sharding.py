@@ -2,7 +2,7 @@
 
 Every rank calls the same methods in the same order: all but `take` and `load_weights` gather.
 
-Shapes: E elements of all weights of this rank, Et of its trainable part.
+Shapes: Et elements of the trainable part of this rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from common.vlm.parallel.state import GlobalNorm, gather_trainable, save_shards,
 from services.learner.replicas import Replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -56,19 +57,19 @@ class Sharding:
         """None: the learner has one rank."""
         return None if context.joined is None else cls(shape, context.joined)
 
-    def save_weights(self, folder: Path, flat: torch.Tensor) -> None:
-        """Write configuration and whole weights of a replica's [E]; the first one's ranks do."""
+    def save_weights(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write configuration and whole weights of a replica; the first one's ranks do."""
         if not self._first_replica:
             return
         config = self._shape.config
         if self._mesh is None:
-            save_checkpoint(folder, config, self.whole, flat)
+            save_checkpoint(folder, config, self.whole, tensors)
         else:
-            save_shards(folder, config, self.whole, self._sizes, flat, self._mesh)
+            save_shards(folder, config, self.whole, self._sizes, tensors, self._mesh)
 
-    def load_weights(self, folder: Path, flat: torch.Tensor) -> None:
-        """Read this rank's parts into [E]. Raises what `load_checkpoint` does."""
-        load_checkpoint(folder, self._shape.layout, flat, shards=self._shape.parts)
+    def load_weights(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read this rank's parts. Raises what `load_checkpoint` does."""
+        load_checkpoint(folder, self._shape.layout, tensors, shards=self._shape.parts)
 
     def gather(self, flat: torch.Tensor) -> torch.Tensor | None:
         """All ranks' [Et] as one of the whole model, on the host; None where `leads` is not.

@@ -9,8 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from common.ids import Service
+from common.ids import Participant, Service
+from common.layouts.node import gatherers
 from common.tensors.views import tensor_view
+from common.weights.placed import PlacedRange
 from common.worker.device import wait_for
 from common.worker.optimizer_parts import optimizer_parts
 from common.worker.threads import in_thread
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
     from common.ids import WeightsVersion
     from common.tensors.storage import Storage, StorageSpec
-    from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
+    from common.worker.weights import ModelShape
 
 HOLD_TIMEOUT_S = 120.0
 """Longest wait for readers of an older version to let go, or for spilled state to come back."""
@@ -57,17 +59,18 @@ class LearnerStorages:
         self.state = state
 
     @classmethod
-    async def open(cls, context: RunContext, layout: WeightLayout) -> LearnerStorages:
+    async def open(cls, context: RunContext, shape: ModelShape) -> LearnerStorages:
         """Create them, or attach to those that are there."""
+        layout, places = shape.layout, shape.places
         me, encoder = context.participant, context.peer(Service.PREFIX_ENCODER)
         # One that is pushed to has weights of its own.
         sharing = () if context.push is not None else context.peers(Service.ROLLOUT)
         specs = {
             POLICY_WEIGHTS: flat_spec(
-                layout.total_elements,
+                places.elements,
                 context.dtype,
                 readers=(me, encoder, *sharing),
-                writers=(me,),
+                writers=(me, *_gatherers(context, shape)),
             ),
             POLICY_GRADIENTS: flat_spec(
                 layout.trainable_elements,
@@ -83,19 +86,22 @@ class LearnerStorages:
         }
         weights = storages.pop(context.storage_name(POLICY_WEIGHTS))
         gradients = storages.pop(context.storage_name(POLICY_GRADIENTS))
-        weights_E = tensor_view(weights, FLAT)
+        flat = tensor_view(weights, FLAT)
         parts = []
         for part in optimizer_parts(context, layout, me):
             specs[part.name] = part.spec
             storage = await context.broker.open_storage(context.run_id, part.name, create=part.spec)
             storages[part.name] = storage
-            parts.append(StatePart.of(storage, part.elements, weights_E))
+            parts.append(
+                StatePart.of(storage, part.elements, PlacedRange(flat, places, part.elements))
+            )
             if context.spills_optimizer:
                 # Before the next one is made: there may be no room for all.
                 await in_thread(storage.park)
         state = TrainingState(
             layout=layout,
-            weights=weights_E,
+            weights=flat,
+            places=places,
             parts=tuple(parts),
             gradients=tensor_view(gradients, FLAT),
         )
@@ -182,3 +188,11 @@ class LearnerStorages:
             wait_for(self._context.device)
 
         await in_thread(filled)
+
+
+def _gatherers(context: RunContext, shape: ModelShape) -> tuple[Participant, ...]:
+    """The ranks of the rollout that write in the gaps of this rank's weights."""
+    if shape.plan is None:
+        return ()
+    ranks = gatherers(shape.plan, context.place.tensor_rank)
+    return tuple(Participant(service=Service.ROLLOUT, rank=rank) for rank in ranks)

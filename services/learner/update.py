@@ -154,7 +154,7 @@ class Update:
             return
         state = run.storages.state
         elements = 0 if applied is None else state.layout.trainable_elements
-        weights = state.weights[:elements]
+        weights = state.pushed_weights[:elements]
         self._push = WeightsPush(self._scope, link, version=self._version, weights=weights)
         await self._push.begin()
 
@@ -167,7 +167,7 @@ class Update:
     def _gather(self, replicas: Replicas, weights: Rewriting) -> None:
         """Get the other replicas' shares of the new weights."""
         weights.touch()
-        replicas.gather(self._run.storages.state.trainable_weights)
+        replicas.exchange(self._run.storages.state.trainable_weights)
 
     def _expect(self, numbers: range) -> None:
         """Have spilled parts come back; those that are there stay."""
@@ -236,16 +236,21 @@ def update_part(
         state: its gradients are ready to be applied; they are only read.
         version: of the weights before.
         learning_rate, config: as for `FlatAdamW`.
+    Memory: a copy of one matrix after the other whose masters have gaps between their rows.
     Sync: none.
     """
-    elements = part.elements
-    decay_elements = min(state.layout.decay_elements, elements.stop) - elements.start
-    optimizer = FlatAdamW(
-        part.masters,
-        part.moments,
-        decay_elements=max(0, decay_elements),
-        version=version,
-        config=config,
-    )
-    optimizer.step(state.gradients[elements], learning_rate=learning_rate)
+    gradients = state.gradients[part.elements]
+    decay_elements = state.layout.decay_elements - part.elements.start
+    for elements, masters in part.masters_in_place():
+        flat = masters.reshape(-1)
+        optimizer = FlatAdamW(
+            flat,
+            part.moments[:, elements],
+            decay_elements=min(max(0, decay_elements - elements.start), flat.numel()),
+            version=version,
+            config=config,
+        )
+        optimizer.step(gradients[elements], learning_rate=learning_rate)
+        if flat.data_ptr() != masters.data_ptr():
+            masters.copy_(flat.view(masters.shape))
     part.cast()

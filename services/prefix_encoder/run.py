@@ -12,15 +12,12 @@ from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
 from common.step.machine import Lane
 from common.step.tasks import Task
-from common.tensors.views import tensor_view
 from common.vlm.names import VISUAL
-from common.weights.binding import views
 from common.worker.device import copied_aside
 from common.worker.device_memory import device_memory
 from common.worker.reference_residency import spilled_bytes
 from common.worker.threads import in_thread
 from common.worker.weights import (
-    FLAT,
     POLICY_GRADIENTS,
     POLICY_WEIGHTS,
     REFERENCE_WEIGHTS,
@@ -28,6 +25,7 @@ from common.worker.weights import (
     policy_shape,
     reference_shape,
     shared_model,
+    shared_tensors,
 )
 from common.worker.work import Prepared, ReadWeights
 from services.prefix_encoder.admission import kv_admission
@@ -235,8 +233,8 @@ class PrefixEncoderRun:
         others = [name for name in reference.layout.names if name.startswith(VISUAL)]
         if sorted(names) != sorted(others):
             return False
-        mine = views(tensor_view(self.weights, FLAT), self.shape.layout, names)
-        theirs = views(tensor_view(self.reference_weights, FLAT), reference.layout, names)
+        mine = shared_tensors(self.shape, self.weights)
+        theirs = shared_tensors(reference, self.reference_weights)
         equal = all(torch.equal(mine[name], theirs[name]) for name in names)
         joined = self.context.joined
         return equal if joined is None else joined.agree(equal)

@@ -21,7 +21,6 @@ from common.worker.reference_residency import reference_residency
 from common.worker.responses import LOGPROBS, packed_responses
 from common.worker.threads import in_thread
 from common.worker.weights import (
-    FLAT,
     KV,
     REFERENCE_VERSION,
     REFERENCE_WEIGHTS,
@@ -30,6 +29,7 @@ from common.worker.weights import (
     flat_spec,
     reference_shape,
     shared_model,
+    shared_tensors,
 )
 from common.worker.work import Prepared, ReadWeights
 
@@ -81,11 +81,11 @@ class ReferenceRun:
         if self.weights.version is None or self.weights.torn:
             hold = await self.weights.hold_write(REFERENCE_VERSION)
             model = self.context.recipe.model
-            flat = tensor_view(self.weights, FLAT)
+            tensors = shared_tensors(self.shape, self.weights)
 
             def load() -> None:
                 path = model.reference_path or model.path
-                first_weights(self.context, path, self.shape, flat)
+                first_weights(self.context, path, self.shape, tensors)
                 wait_for(self.context.device)
 
             with hold:

@@ -1,11 +1,14 @@
 """The policy's weights of one rank of the rollout where training has another degree.
 
 Invariants:
-- Parameters are views of training's storages where the plan aliases them. What it rebuilds lies in
-  a storage of this rank, which has a version of its own.
-- Whoever reads them holds the same version of all storages that parameters lie in. That storage
-  gets a version under read holds of what it is made of, alone, and is readable only when it is
-  whole.
+- Parameters are views of training's storages where the plan aliases or gathers them, and of a
+  storage of this rank, `rollout.weights`, where it rebuilds them.
+- The gaps in a training rank's storage are part of `rollout.weights`, in all but their place: this
+  rank alone writes and reads them, and its storage's version and holds are theirs. Training's ranks
+  write their own tensors, never a gap, so that a gap's version outlives whatever they do.
+- Whoever reads parameters holds the same version of all storages that they lie in. This rank's gets
+  a version under read holds of what it is made of, alone, and is readable only when it and the gaps
+  are whole. A rank that dies meanwhile leaves it torn, and training's storages as they were.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import torch
 
 from common.events.bodies import WeightsRefreshed
 from common.ids import Service
-from common.layouts.node import node_plan, rollout_sharing, source_ranks
+from common.layouts.node import rollout_sharing, source_ranks, training_sharing
 from common.tensors.errors import BrokerTimeout, StaleVersion
 from common.tensors.views import tensor_view
 from common.vlm.parallel.model import config_shape
 from common.vlm.parallel.shards import rank_layout, shards
-from common.weights.binding import views
+from common.weights.layout import ALIGNMENT_ELEMENTS
+from common.weights.placed import placed
+from common.weights.places import WeightPlaces
 from common.weights.resharding.buffers import own_elements
 from common.weights.resharding.direct import DirectResharding
 from common.worker.threads import in_thread
@@ -111,14 +116,14 @@ class ReshardedWeights:
         *,
         alias_bytes: int,
     ) -> None:
-        """Args: shared: by rank of training. own: None: nothing is rebuilt."""
+        """Args: shared: by rank of training. own: None: nothing is copied."""
         self.tensors = tensors
         self._shared = shared
         self._own = own
         self._resharding = resharding
         self._alias_bytes = alias_bytes
         self._whole = None if own is None or own.torn else own.version
-        """The version that this rank's storage has; None: none, or a part of one."""
+        """The version that this rank's storage and the gaps have; None: none, or a part of one."""
         self._refreshing = asyncio.Lock()
 
     @classmethod
@@ -131,12 +136,8 @@ class ReshardedWeights:
         """
         broker, run_id, me = context.broker, context.run_id, context.participant
         model, degree = config_shape(shape.config), context.partners.count(Service.LEARNER)
-        plan = node_plan(
-            model,
-            train_tp=degree,
-            rollout_tp=context.degree,
-            element_bytes=context.dtype.itemsize,
-        )
+        plan = shape.plan
+        assert plan is not None, "with equal degrees the learner's storage is read as it is"
         sharing = rollout_sharing(plan, me.rank)
         shared: dict[int, Storage] = {}
         sources: dict[int, dict[str, torch.Tensor]] = {}
@@ -145,12 +146,15 @@ class ReshardedWeights:
             shared[rank] = await broker.open_storage(run_id, name, timeout_s=OPEN_TIMEOUT_S)
             parts = shards(shape.whole, model, rank=rank, degree=degree)
             layout = rank_layout(shape.whole, parts, rank=rank, degree=degree)
+            places = WeightPlaces.planned(layout, training_sharing(plan, rank))
             sources[rank] = {
                 name: _matrix(one)
-                for name, one in views(tensor_view(shared[rank], FLAT), layout).items()
+                for name, one in placed(tensor_view(shared[rank], FLAT), places).items()
             }
         own, own_E = None, torch.empty(0, dtype=context.dtype)
-        if elements := own_elements(sharing):
+        if sharing.gather_bytes or sharing.rebuild_bytes:
+            # With gaps alone it has no bytes that are read, but their version and holds.
+            elements = max(own_elements(sharing), ALIGNMENT_ELEMENTS)
             spec = flat_spec(elements, context.dtype, readers=(me,), writers=(me,))
             name = context.storage_name(ROLLOUT_WEIGHTS)
             own = await broker.open_storage(run_id, name, create=spec)

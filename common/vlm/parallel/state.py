@@ -1,6 +1,6 @@
 """State that is spread over the ranks: whole tensors from shards, and the norm of all gradients.
 
-Shapes: E = elements of a rank's flat buffer, Et = its trainable ones.
+Shapes: Et = trainable elements of a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common.vlm.checkpoint import DEFAULT_SHARD_BYTES, write_checkpoint
 from common.vlm.parallel.modules import group_sum
 from common.vlm.parallel.shards import rank_layout, shards
-from common.weights.binding import views
+from common.weights.binding import torch_dtype, views
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,12 +101,12 @@ def save_shards(
     config: Qwen2_5_VLConfig,
     layout: WeightLayout,
     shape: ModelShape,
-    flat: Tensor,
+    tensors: Mapping[str, Tensor],
     mesh: DeviceMesh,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint of the whole model from all ranks' buffers; every rank has to call this.
+    """Write a checkpoint of the whole model from all ranks' weights; every rank has to call this.
 
     Rank 0 of the mesh gathers one tensor at a time and writes the files, as `write_checkpoint`.
 
@@ -114,20 +114,24 @@ def save_shards(
         path, config, max_shard_bytes: as there; rank 0's are used.
         layout: of the whole model (world 1).
         shape: of the model.
-        flat: [E] of this rank.
+        tensors: of this rank, by name.
         mesh: of the ranks.
     """
     degree = mesh.size()
     parts = [shards(layout, shape, rank=rank, degree=degree) for rank in range(degree)]
     rank = mesh.get_local_rank()
-    mine = views(flat, rank_layout(layout, parts[rank], rank=rank, degree=degree))
 
     def whole(entry: TensorEntry) -> Tensor:
-        return _gather(mine[entry.name], [one[entry.name] for one in parts], mesh)
+        return _gather(tensors[entry.name], [one[entry.name] for one in parts], mesh)
 
     if rank == 0:
         write_checkpoint(
-            path, config, layout, whole, dtype=flat.dtype, max_shard_bytes=max_shard_bytes
+            path,
+            config,
+            layout,
+            whole,
+            dtype=torch_dtype(layout),
+            max_shard_bytes=max_shard_bytes,
         )
     else:
         for entry in layout.entries:

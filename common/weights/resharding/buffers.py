@@ -13,7 +13,8 @@ from torch import Tensor
 
 from common.layouts.box import minus_all
 from common.weights.errors import LayoutMismatch
-from common.weights.layout import ALIGNMENT_ELEMENTS, missing_error
+from common.weights.layout import missing_error, padded
+from common.weights.placed import strided
 from common.weights.resharding.regions import Buffer, regions, target_view
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from common.layouts.plan import GpuSharing
     from common.layouts.storage import View
     from common.layouts.tensors import RankTensor
-
-
-def strided(flat: Tensor, view: View) -> Tensor:
-    """A view of a flat buffer, without a copy."""
-    return flat.as_strided(view.shape, view.strides, flat.storage_offset() + view.offset)
 
 
 def source_elements(gpu: GpuSharing) -> int:
@@ -165,7 +161,7 @@ def _own_sizes(gpu: GpuSharing) -> dict[Buffer, int]:
 
 def _carved(sizes: Mapping[Buffer, int], flat: Tensor) -> dict[Buffer, Tensor]:
     """Parts of a buffer, one after the other, each at an aligned place."""
-    starts = itertools.accumulate(map(_aligned, sizes.values()), initial=0)
+    starts = itertools.accumulate(map(padded, sizes.values()), initial=0)
     return {
         key: flat.narrow(0, start, size)
         for (key, size), start in zip(sizes.items(), starts, strict=False)
@@ -173,11 +169,7 @@ def _carved(sizes: Mapping[Buffer, int], flat: Tensor) -> dict[Buffer, Tensor]:
 
 
 def _end(sizes: Mapping[Buffer, int]) -> int:
-    return sum(map(_aligned, sizes.values()))
-
-
-def _aligned(elements: int) -> int:
-    return -(-elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+    return sum(map(padded, sizes.values()))
 
 
 def _behind(name: str, source: Tensor, view: View, elements: int) -> Tensor:

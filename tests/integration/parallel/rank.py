@@ -193,7 +193,7 @@ def train(member, other, checkpoint):
         member.scenario.config,
         member.whole,
         member.shape,
-        member.weights,
+        views(member.weights, member.layout),
         member.mesh,
         max_shard_bytes=20_000,
     )
@@ -202,7 +202,8 @@ def train(member, other, checkpoint):
 
 def roll_out(member, checkpoint):
     """Decode and score with weights that another degree has trained."""
-    load_checkpoint(checkpoint, member.layout, member.weights, shards=member.parts)
+    tensors = views(member.weights, member.layout)
+    load_checkpoint(checkpoint, member.layout, tensors, shards=member.parts)
     return {
         "greedy": member.decode(greedy=True),
         "sampled": member.decode(greedy=False),

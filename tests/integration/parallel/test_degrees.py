@@ -115,8 +115,8 @@ def test_ranks_that_hold_the_same_part_keep_the_same_bits(load, degree):
 def test_a_checkpoint_of_shards_is_one_of_the_whole_model(folder, load, number, scenario):
     for degree in DEGREES:
         bound = bound_model(scenario.config, dtype=scenario.dtype, train_vision=True)
-        load_checkpoint(folder / f"model-{number}-{degree}", bound.layout, bound.weights)
         tensors = views(bound.weights, bound.layout)
+        load_checkpoint(folder / f"model-{number}-{degree}", bound.layout, tensors)
         for result in load("trained", degree):
             for name, (part, own) in result["weights"].items():
                 assert torch.equal(take_shard(tensors[name], part), own), name

@@ -25,6 +25,7 @@ from common.vlm.initialise import (
     rotary_sections,
 )
 from common.vlm.loading import empty_model, load_config, weight_layout
+from common.weights.binding import views
 
 TOKENIZER = TokenizerSpec(texts=("Which digit is it?",))
 
@@ -44,10 +45,10 @@ def test_transformers_and_our_loader_read_the_same_weights(tmp_path, tied):
     empty = empty_model(config, dtype=torch.float32)
     layout = weight_layout(empty, train_vision=True, dtype=torch.float32)
     flat = torch.zeros(layout.total_elements)
-    load_checkpoint(report.path, layout, flat)
-    for entry in layout.entries:
-        ours = flat[entry.offset_elements : entry.offset_elements + entry.numel]
-        assert torch.equal(ours, theirs[entry.name].detach().flatten()), entry.name
+    tensors = views(flat, layout)
+    load_checkpoint(report.path, layout, tensors)
+    for name, ours in tensors.items():
+        assert torch.equal(ours, theirs[name].detach()), name
     assert config.tie_word_embeddings is tied
 
 

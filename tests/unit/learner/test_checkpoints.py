@@ -13,7 +13,7 @@ from common.ids import WeightsVersion
 from common.weights.binding import views
 from services.learner.checkpoints import MARKER, CheckpointStore, version_of
 from services.learner.optimizer_file import CheckpointInvalid
-from tests.unit.learner.conftest import masters_of, moments_of
+from tests.unit.learner.conftest import add_to_masters, gaps_are_whole, masters_of, moments_of
 
 RECIPE = json.dumps({"name": "r"})
 
@@ -58,6 +58,17 @@ def test_a_loaded_state_equals_the_saved_one(store, make_state, written, read, s
     assert version_of(folder) == 7
 
 
+@pytest.mark.parametrize(("written", "read"), [(True, False), (False, True), (True, True)])
+def test_a_state_with_gaps_is_saved_and_loaded_as_one_without(store, make_state, written, read):
+    saved, other = make_state(seed=1, parts=3, gaps=written), make_state(seed=2, parts=2, gaps=read)
+    store(other).load(store(saved).save(7, keep=2))
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(other.tensors[name], tensor), name
+    assert torch.equal(masters_of(other), masters_of(saved))
+    assert torch.equal(moments_of(other), moments_of(saved))
+    assert gaps_are_whole(other) or not read
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_optimizers_file_is_the_one_that_safetensors_writes(store, make_state, tmp_path, parts):
     state = make_state(seed=4, parts=parts)
@@ -71,7 +82,7 @@ def test_the_optimizers_file_is_the_one_that_safetensors_writes(store, make_stat
 def test_compute_weights_are_rebuilt_from_masters(store, make_state):
     saved = make_state(seed=1, parts=3, separate_masters=True)
     for part in saved.parts:
-        part.masters.add_(0.25)
+        add_to_masters(part, 0.25)
     other = make_state(seed=2, parts=2, separate_masters=True)
     store(other).load(store(saved).save(1, keep=1))
     assert torch.equal(other.weights[: other.layout.trainable_elements], masters_of(saved))

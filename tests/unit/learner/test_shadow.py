@@ -11,7 +11,7 @@ from common.errors import NotFound
 from common.ids import WeightsVersion
 from common.step.place import Place
 from services.learner.shadow import HostShadow
-from tests.unit.learner.conftest import masters_of, moments_of
+from tests.unit.learner.conftest import add_to_masters, gaps_are_whole, masters_of, moments_of
 
 
 def save(folder, state, version):
@@ -39,6 +39,19 @@ def test_a_restored_state_equals_the_saved_one(tmp_path, make_state, written, re
     assert torch.equal(moments_of(other), moments_of(saved))
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_weights_with_gaps_are_saved_and_restored_as_those_without(tmp_path, make_state, separate):
+    kind = {"parts": 3, "separate_masters": separate}
+    saved, other = make_state(seed=1, gaps=True, **kind), make_state(seed=2, gaps=True, **kind)
+    before = dict(other.tensors)["model.visual.patch_embed.proj.weight"].clone()
+    restore(tmp_path, other, save(tmp_path, saved, 3))
+    for entry in saved.layout.trainable_entries:
+        assert torch.equal(other.tensors[entry.name], saved.tensors[entry.name]), entry.name
+    assert torch.equal(moments_of(other), moments_of(saved))
+    assert torch.equal(other.tensors["model.visual.patch_embed.proj.weight"], before)
+    assert gaps_are_whole(other)
+
+
 def test_compute_weights_are_rebuilt_from_masters(tmp_path, make_state):
     saved = make_state(seed=1, parts=2)
     other = make_state(seed=2, separate_masters=True, parts=3)
@@ -53,7 +66,7 @@ def test_the_older_slot_survives_the_next_save(tmp_path, make_state):
     older = save(tmp_path, state, 4)
     before = masters_of(state)
     for part in state.parts:
-        part.masters.add_(1.0)
+        add_to_masters(part, 1.0)
     save(tmp_path, state, 5)
     restore(tmp_path, state, older)
     assert torch.equal(masters_of(state), before)
@@ -65,7 +78,7 @@ def test_restoring_does_not_change_the_slot(tmp_path, make_state):
     content = path.read_bytes()
     restore(tmp_path, state, path.name)
     for part in state.parts:
-        part.masters.add_(1.0)
+        add_to_masters(part, 1.0)
     assert path.read_bytes() == content
 
 

@@ -8,7 +8,7 @@ import torch
 from common.rl.config import AlgorithmConfig
 from services.learner.step import room_for_all
 from services.learner.update import update_part
-from tests.unit.learner.conftest import masters_of, moments_of
+from tests.unit.learner.conftest import gaps_are_whole, masters_of, moments_of
 
 CONFIG = AlgorithmConfig(learning_rate=1e-2, weight_decay=0.1)
 STEPS = 3
@@ -42,6 +42,22 @@ def test_parts_change_no_bit(make_state, parts, dtype, separate):
     size = cut.layout.trainable_elements
     assert torch.equal(cut.weights[:size], masters_of(cut).to(dtype))
     assert torch.equal(cut.weights[size:], before.weights[size:])
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+@pytest.mark.parametrize(
+    ("dtype", "separate"), [(torch.float32, False), (torch.bfloat16, True)], ids=str
+)
+def test_gaps_between_the_weights_change_no_bit_and_stay_as_they_are(
+    make_state, parts, dtype, separate
+):
+    kind = {"seed": 5, "dtype": dtype, "separate_masters": separate}
+    dense, spread = updated(make_state(**kind)), updated(make_state(**kind, parts=parts, gaps=True))
+    for name, expected in dense.tensors.items():
+        assert torch.equal(spread.tensors[name], expected), name
+    assert torch.equal(moments_of(spread), moments_of(dense))
+    assert torch.equal(masters_of(spread), masters_of(dense))
+    assert gaps_are_whole(spread)
 
 
 def test_a_part_may_have_both_what_decays_and_what_does_not(make_state):

@@ -10,7 +10,6 @@ from common.rl.config import AlgorithmConfig
 from common.rl.errors import ShapeError
 from common.rl.optimizer import (
     FlatAdamW,
-    cast_weights,
     clip_by_global_norm,
     normalise,
     ready_gradients,
@@ -151,14 +150,3 @@ def test_disagreeing_slices_are_refused():
         optimizer(torch.zeros(4), torch.zeros(2, 4), decay=0).step(
             torch.zeros(3), learning_rate=1.0
         )
-
-
-def test_compute_weights_are_the_cast_masters():
-    master, weights = torch.randn(8), torch.zeros(8, dtype=torch.bfloat16)
-    cast_weights(master, weights)
-    assert torch.equal(weights, master.to(torch.bfloat16))
-    copy = torch.zeros(8)
-    cast_weights(master, copy)
-    assert torch.equal(copy, master)
-    cast_weights(master, master)
-    assert torch.equal(copy, master)
