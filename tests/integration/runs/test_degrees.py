@@ -49,7 +49,7 @@ def planned_bytes(model, degrees):
     ranks = [rollout_sharing(plan, rank) for rank in range(rollout_tp)]
     return {
         "weights_alias_bytes": sum(one.alias_bytes for one in ranks),
-        "weights_gather_bytes": 0,
+        "weights_gather_bytes": sum(one.gather_bytes for one in ranks),
         "weights_rebuild_bytes": sum(one.rebuild_copied_bytes for one in ranks),
     }
 
