@@ -191,7 +191,11 @@ def plan_sharing(
     for one in stations:
         pair = (one.train_rank, one.rollout_rank if one in there else None)
         made.append(GpuSharing(*one, made_of[pair], element_bytes))
-    plain = sum(int(alias_bytes[gpu % train.degree, gpu % rollout.degree]) for gpu in range(gpus))
+    plain = sum(
+        int(alias_bytes[gpu % train.degree, gpu % rollout.degree])
+        for gpu in range(gpus)
+        if rollout_replicas is None or gpu // rollout.degree < rollout_replicas
+    )
     return SharingPlan(train, rollout, tuple(made), plain)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,9 @@ Model = Annotated[
 TrainTp = Annotated[int, typer.Option(help="Tensor-parallel degree of training.")]
 RolloutTp = Annotated[int, typer.Option(help="The same of the rollout.")]
 TrainLayout = Annotated[str, typer.Option(help="native or megatron.")]
-RolloutLayout = Annotated[str, typer.Option(help="native or sglang.")]
+RolloutLayout = Annotated[
+    str | None, typer.Option(help="native or sglang. Default: sglang; with --services, native.")
+]
 Gpus = Annotated[
     int | None,
     typer.Option(help="GPUs of the whole run. Default: the least that both degrees divide."),
@@ -28,6 +31,12 @@ Dtype = Annotated[str, typer.Option(help="Of the weights: bfloat16 or float32.")
 Tensors = Annotated[bool, typer.Option("--tensors", help="List the rollout's tensors.")]
 Pairs = Annotated[
     bool, typer.Option("--pairs", help="A Markdown table of all degrees up to 8 instead.")
+]
+Services = Annotated[
+    bool,
+    typer.Option(
+        "--services", help="What a node's services do: both native, matrices as plain views."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -42,7 +51,8 @@ def layout(
     train_tp: TrainTp = 1,
     rollout_tp: RolloutTp = 1,
     train_layout: TrainLayout = "native",
-    rollout_layout: RolloutLayout = "sglang",
+    rollout_layout: RolloutLayout = None,
+    services: Services = False,
     gpus: Gpus = None,
     dtype: Dtype = "bfloat16",
     tensors: Tensors = False,
@@ -57,11 +67,24 @@ def layout(
 
     if dtype not in DTYPE_BYTES:
         raise InvalidArgument(f"dtype = {dtype!r}: legal are {', '.join(DTYPE_BYTES)}")
-    shape, element_bytes = read_shape(model), DTYPE_BYTES[dtype]
+    layouts = (train_layout, rollout_layout or ("native" if services else "sglang"))
+    if services and (layouts != ("native", "native") or gpus is not None):
+        raise InvalidArgument(
+            "--services shows one node whose layouts are native: leave out --train-layout, "
+            "--rollout-layout and --gpus"
+        )
+    make = partial(
+        _plan,
+        read_shape(model),
+        layouts,
+        element_bytes=DTYPE_BYTES[dtype],
+        gpus=gpus,
+        services=services,
+    )
     if pairs:
-        print(pairs_table(shape, train_layout, rollout_layout, element_bytes))
+        print(pairs_table(read_shape(model), make, plain_order=not services))
         return
-    plan = _plan(shape, (train_layout, train_tp), (rollout_layout, rollout_tp), element_bytes, gpus)
+    plan = make(train_tp, rollout_tp)
     made = {"model": model, "dtype": dtype, **document(plan, tensors=tensors)}
     if as_json:
         print_json(made)
@@ -71,13 +94,22 @@ def layout(
 
 def _plan(
     shape: ModelShape,
-    train: tuple[str, int],
-    rollout: tuple[str, int],
+    layouts: tuple[str, str],
+    train_tp: int,
+    rollout_tp: int,
+    *,
     element_bytes: int,
     gpus: int | None,
+    services: bool,
 ) -> SharingPlan:
     from common.layouts.model import layout_pair
+    from common.layouts.node import node_plan
     from common.layouts.plan import plan_sharing
 
-    layouts = layout_pair(shape, train, rollout)
-    return plan_sharing(*layouts, element_bytes=element_bytes, gpus=gpus)
+    if services:
+        return node_plan(
+            shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=element_bytes
+        )
+    train, rollout = layouts
+    pair = layout_pair(shape, (train, train_tp), (rollout, rollout_tp))
+    return plan_sharing(*pair, element_bytes=element_bytes, gpus=gpus)

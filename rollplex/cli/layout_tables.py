@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common.layouts.model import layout_pair, legal_degrees
-from common.layouts.plan import plan_sharing
+from common.layouts.model import legal_degrees
 from rollplex.cli.tables import open_console, plain_table
 from rollplex.plan.plan import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from common.layouts.plan import SharingPlan
     from common.vlm.shape import ModelShape
 
 PAIR_DEGREES = (1, 2, 4, 8)
@@ -43,7 +43,9 @@ def print_sharing(document: Mapping[str, Any]) -> None:
         table.add_row(
             str(rank["gpu"]),
             str(rank["train_rank"]),
-            f"{rank['rollout_replica']}, {rank['rollout_rank']}",
+            ""
+            if rank["rollout_rank"] is None
+            else f"{rank['rollout_replica']}, {rank['rollout_rank']}",
             *(gib(rank[key]) for _, key in _COLUMNS),
         )
     table.add_row("all", "", "", *(gib(document[key]) for _, key in _COLUMNS))
@@ -65,28 +67,31 @@ def print_sharing(document: Mapping[str, Any]) -> None:
 
 
 def pairs_table(
-    shape: ModelShape, train_layout: str, rollout_layout: str, element_bytes: int
+    shape: ModelShape, make: Callable[[int, int], SharingPlan], *, plain_order: bool = True
 ) -> str:
-    """Markdown: shares of the rollout's bytes over all GPUs, and GiB of one GPU, for all pairs."""
+    """Markdown: shares of the rollout's bytes over all GPUs, and GiB of one GPU, for all pairs.
+
+    Args:
+        make: the plan of a degree of training and one of the rollout.
+        plain_order: whether there is a column for the plain order of ranks.
+    """
     degrees = [degree for degree in PAIR_DEGREES if degree in legal_degrees(shape)]
-    lines = [
-        "| training TP | rollout TP | alias | gather | rebuild | alias, plain order | extra GiB "
-        "| full copy GiB |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    names = ["training TP", "rollout TP", "alias", "gather", "rebuild"]
+    names += [*(["alias, plain order"] if plain_order else []), "extra GiB", "full copy GiB"]
+    lines = [f"| {' | '.join(names)} |", f"| {' | '.join('---:' for _ in names)} |"]
     for train_tp in degrees:
         for rollout_tp in degrees:
-            layouts = layout_pair(shape, (train_layout, train_tp), (rollout_layout, rollout_tp))
-            plan = plan_sharing(*layouts, element_bytes=element_bytes)
-            full = sum(gpu.full_second_copy_bytes for gpu in plan.gpus)
-            shares = (
-                sum(gpu.alias_bytes for gpu in plan.gpus),
-                sum(gpu.gather_bytes for gpu in plan.gpus),
-                sum(gpu.rebuild_bytes for gpu in plan.gpus),
-                plan.plain_alias_bytes,
-            )
-            extra = max(gpu.extra_bytes for gpu in plan.gpus)
+            plan = make(train_tp, rollout_tp)
+            gpus = [gpu for gpu in plan.gpus if gpu.full_second_copy_bytes]
+            full = sum(gpu.full_second_copy_bytes for gpu in gpus)
+            shares = [
+                sum(gpu.alias_bytes for gpu in gpus),
+                sum(gpu.gather_bytes for gpu in gpus),
+                sum(gpu.rebuild_bytes for gpu in gpus),
+                *([plan.plain_alias_bytes] if plain_order else []),
+            ]
+            extra = max(gpu.extra_bytes for gpu in gpus)
             cells = [str(train_tp), str(rollout_tp), *(f"{one / full:.1%}" for one in shares)]
-            cells += [f"{extra / 2**30:.2f}", f"{full / len(plan.gpus) / 2**30:.2f}"]
+            cells += [f"{extra / 2**30:.2f}", f"{full / len(gpus) / 2**30:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

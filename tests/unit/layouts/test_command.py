@@ -45,6 +45,21 @@ def test_text(capsys):
     assert "alias in the plain order of ranks: 15.6 GiB" in text
 
 
+def test_the_services_plan(capsys):
+    made = json.loads(printed(capsys, "--json", "--services"))
+    assert (made["train"]["layout"], made["rollout"]["layout"]) == ("native", "native")
+    there = [rank for rank in made["ranks"] if rank["rollout_rank"] is not None]
+    assert [(one["rollout_replica"], one["rollout_rank"]) for one in there] == [
+        (0, rank) for rank in range(4)
+    ]
+    assert all(one["gather_bytes"] > one["rebuild_bytes"] > 0 for one in there)
+    alone = [rank for rank in made["ranks"] if rank["rollout_rank"] is None]
+    assert len(alone) == 4
+    assert all(one["extra_bytes"] == one["full_second_copy_bytes"] == 0 for one in alone)
+    assert "rollout native TP 4" in printed(capsys, "--services")
+    assert "| 8 | 4 |" in printed(capsys, "--services", "--pairs")
+
+
 def test_element_size_follows_the_dtype(capsys):
     wide = json.loads(printed(capsys, "--json", "--dtype", "float32"))
     narrow = json.loads(printed(capsys, "--json"))
@@ -61,6 +76,8 @@ def test_element_size_follows_the_dtype(capsys):
         (["--rollout-layout", "megatron"], "rollout_layout = 'megatron': legal are native, sglang"),
         (["--gpus", "12"], "gpus = 12: with TP 8 in training and TP 4 in the rollout legal are mu"),
         (["--dtype", "int8"], "dtype = 'int8': legal are bfloat16, float32"),
+        (["--services", "--gpus", "8"], "--services shows one node whose layouts are native"),
+        (["--services", "--rollout-layout", "sglang"], "--services shows one node whose"),
     ],
 )
 def test_wrong_input(capsys, arguments, message):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
 from common.errors import InvalidArgument
 from common.layouts.model import layout_pair, legal_degrees
+from common.layouts.node import node_plan
 from common.layouts.plan import plan_sharing
 from common.layouts.rows import Cut, following, padded_rows
 from common.layouts.sharing import Kind
@@ -24,6 +26,15 @@ SMALL_SHARE = 0.02
 
 def made(name, train, rollout, **further):
     return plan_sharing(*layout_pair(read_shape(name), train, rollout), element_bytes=2, **further)
+
+
+def of_layouts(name, train, rollout, train_tp, rollout_tp):
+    return made(name, (train, train_tp), (rollout, rollout_tp))
+
+
+def services(name, train_tp, rollout_tp):
+    shape = read_shape(name)
+    return node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=2)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -121,9 +132,14 @@ def test_an_unpadded_cut_nests_in_a_padded_one():
         ("Qwen2.5-VL-3B, `native` and `sglang`", "qwen2.5-vl-3b", ("native", "sglang")),
         ("Qwen2.5-VL-32B, `native` and `sglang`", "qwen2.5-vl-32b", ("native", "sglang")),
         ("Qwen2.5-VL-32B, `megatron` and `sglang`", "qwen2.5-vl-32b", ("megatron", "sglang")),
+        ("Qwen2.5-VL-3B, in the services", "qwen2.5-vl-3b", None),
     ],
 )
 def test_the_page_has_the_tables_of_the_code(title, name, layouts):
     _, _, after = PAGE.read_text(encoding="utf-8").partition(f"### {title}\n")
     table = re.findall(r"^\|.*$", after.partition("\n#")[0], re.MULTILINE)
-    assert "\n".join(table) == pairs_table(read_shape(name), *layouts, 2)
+    if layouts is None:
+        expected = pairs_table(read_shape(name), partial(services, name), plain_order=False)
+    else:
+        expected = pairs_table(read_shape(name), partial(of_layouts, name, *layouts))
+    assert "\n".join(table) == expected
