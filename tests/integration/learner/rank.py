@@ -8,14 +8,18 @@ from pathlib import Path
 
 import torch
 
+from common.layouts.storage import View
 from common.step.place import Place
 from common.vlm.parallel.state import GlobalNorm
 from common.weights.layout import TensorSpec, WeightLayout
+from common.weights.placed import PlacedRange
+from common.weights.places import WeightPlaces
 from common.worker.ranks import Ranks
 from services.learner.replicas import Replicas
 
 SIZES = (16, 48, 128)
 """With and without a rest, whatever number of replicas."""
+ROW = 8
 
 
 def layout_of(elements):
@@ -26,6 +30,17 @@ def layout_of(elements):
     ]
     return WeightLayout.build(
         specs if elements > 16 else specs[:1], dtype="float32", rank=0, world=1
+    )
+
+
+def spread_places(elements):
+    """A matrix with a gap behind each of its rows, as long as the row."""
+    spec = TensorSpec(name="matrix", shape=(elements // ROW, ROW), trainable=True, decay=True)
+    return WeightPlaces(
+        layout=WeightLayout.build([spec], dtype="bfloat16"),
+        views={"matrix": View(0, spec.shape, (2 * ROW, 1))},
+        elements=2 * elements,
+        gaps=True,
     )
 
 
@@ -50,12 +65,17 @@ def main(rank, folder, degree, replicas):
         weights = torch.full((size + 3,), -1.0).bfloat16()
         weights[:size][shared.own] = float(place.replica)
         shared.gather(weights[:size])
+        flat = torch.full((2 * size,), -1.0).bfloat16()
+        with_gaps = PlacedRange(flat, spread_places(size), slice(0, size))
+        with_gaps.copy_(torch.where(torch.arange(size) < shared.own.start, 7.0, place.replica))
+        shared.exchange(with_gaps)
         seen[str(size)] = {
             "own": [shared.own.start, shared.own.stop],
             "summed": summed.tolist(),
             "in_place": summed.data_ptr() == gradients[shared.own].data_ptr(),
             "norm": norm(summed),
             "gathered": weights.tolist(),
+            "exchanged": flat.view(-1, 2 * ROW).tolist(),
         }
     ranks.leave()
     (folder / f"{rank}.json").write_text(json.dumps(seen))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.weights.cuts import shares
-from tests.integration.learner.rank import SIZES, layout_of
+from tests.integration.learner.rank import ROW, SIZES, layout_of
 from tests.integration.ranks import run_ranks
 
 LIMIT_S = 120.0
@@ -45,6 +45,9 @@ def test_replicas_meet(tmp_path, replicas, degree):
                 float(number) for number, one in enumerate(ranges) for _ in range(size)[one]
             ]
             assert found["gathered"][size:] == [-1.0] * 3
+            rows = [row[:ROW] for row in found["exchanged"]]
+            assert [x for row in rows for x in row] == found["gathered"][:size]
+            assert [row[ROW:] for row in found["exchanged"]] == [[-1.0] * ROW] * len(rows)
             counted = [
                 whole[entry.offset_elements :][: entry.numel]
                 for entry in layout_of(size).trainable_entries

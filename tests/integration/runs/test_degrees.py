@@ -7,7 +7,7 @@ import pytest
 from common.errors import InvalidArgument
 from common.events.bodies import ModelRole
 from common.ids import Service
-from common.layouts.node import node_plan, rollout_sharing
+from common.layouts.node import node_plan, rollout_sharing, training_sharing
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.models import RunState
@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
 
 CLOSE = 1e-5
 FLOAT32_BYTES = 4
+WEIGHTS = {"policy.weights", "rollout.weights"}
+STORAGE_SLACK_BYTES = 8 << 10
+"""Of a storage: padding of its tensors, and the rest of its last page."""
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +57,34 @@ def planned_bytes(model, degrees):
     }
 
 
+def weights_bytes(model, degrees):
+    """What the plan says of all memory of the policy's weights."""
+    train_tp, rollout_tp = degrees
+    plan = node_plan(
+        read_shape(str(model)),
+        train_tp=train_tp,
+        rollout_tp=rollout_tp,
+        element_bytes=FLOAT32_BYTES,
+    )
+    training = [training_sharing(plan, rank) for rank in range(train_tp)]
+    extra = sum(rollout_sharing(plan, rank).extra_bytes for rank in range(rollout_tp))
+    return sum(one.train_bytes for one in training) + extra
+
+
 async def same_update(alone, unequal, schedule):
     """The update of one rank on the same responses, and what was copied for it."""
     expected = await recorded(alone)
     wanted = steady(unequal.model, schedule, replay_from=str(expected.folder))
     (actual,) = await unequal.succeeded({f"unequal-{schedule}": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
+    train_tp, rollout_tp = degrees_of(unequal)
+    finer = train_tp > rollout_tp
     for step in actual.steps:
         metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees_of(unequal))
         # of the rollout's ranks and training's: the second step's are of updated weights
         assert metrics["mismatch_abs_max"] <= CLOSE
         assert {key: metrics[key] for key in planned} == planned
+        assert (planned["weights_gather_bytes"] > 0) == finer
         assert metrics["time_weights_refresh_s"] > 0
 
 
@@ -95,10 +115,14 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
         await client.pause(run.run_id)
         await reach(client, run.run_id, RunState.PAUSED)
         report = await client.verify_weights()
+        ledger = await client.ledger()
         await client.resume(run.run_id)
         await reach(client, run.run_id, RunState.RUNNING, steps=report.read[0].version + 1)
         await client.stop(run.run_id)
         assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
+    taken = sum(one.size_bytes for one in ledger.entries if one.class_name in WEIGHTS)
+    planned = weights_bytes(unequal.model, degrees)
+    assert planned <= taken <= planned + (train_tp + rollout_tp) * STORAGE_SLACK_BYTES
     assert report.differences == ()
     policy = {one.consumer: one.checksums for one in report.read if one.role is ModelRole.POLICY}
     ranks = {Service.LEARNER: train_tp, Service.PREFIX_ENCODER: train_tp}

@@ -219,6 +219,28 @@ def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout_ran
     assert needed.get("rollout.weights") == bytes_
 
 
+@pytest.mark.parametrize(
+    ("degrees", "gap", "rebuilt"),
+    [
+        # One rank of training has room for all that the only one of the rollout lacks there, but
+        # for the joined projections of the tower, which are whole once more.
+        ((2, 1), 138880, 12672),
+        ((4, 2), 2 * 45632, 2 * 6336),
+        ((2, 2), 0, None),
+        ((2, 4), 0, 4 * 91264),
+    ],
+)
+def test_gaps_for_what_the_rollout_gathers_need_room(model, degrees, gap, rebuilt):
+    (model / "config.json").write_text(json.dumps(tiny_config().to_dict()))
+    recipe = _recipe(model={"path": str(model), "dtype": "bfloat16"})
+    train_tp, rollout_tp = degrees
+    place = Place(degree=train_tp)
+    needed = needed_bytes(recipe, device="cpu", place=place, rollout_ranks=rollout_tp)
+    plain = needed_bytes(recipe, device="cpu", place=place)
+    assert needed["policy.weights"] - plain["policy.weights"] == gap
+    assert needed.get("rollout.weights") == rebuilt
+
+
 def test_replicas_share_the_optimizers_state_alone(model):
     recipe = _recipe(model={"path": str(model)}, algorithm={"kl_coefficient": 0.1})
     one = needed_bytes(recipe, device="cpu", place=Place())
