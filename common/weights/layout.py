@@ -8,7 +8,8 @@ so that the optimizer, gradient clipping and reductions over ranks work on conti
 weights, the gradient accumulator, the masters and the moments of one model all use the same element
 offsets, each in its own dtype; buffers of trainable state end at `trainable_elements`. Every entry
 starts at a multiple of `ALIGNMENT_ELEMENTS`; the elements between entries are padding, which
-stays zero.
+stays zero. Where the rollout gathers between the weights, they alone lie otherwise, in the same
+order (`common.weights.places`).
 """
 
 from __future__ import annotations
