@@ -296,7 +296,10 @@ def test_what_leaves_after_a_steps_record_is_of_the_next_one():
 
 
 def test_a_record_is_of_all_replicas():
-    groups = tuple(dataclasses.replace(group, replica=group.group) for group in PLAN.groups)
+    groups = tuple(
+        dataclasses.replace(group, replica=group.group, rollout_replica=group.group)
+        for group in PLAN.groups
+    )
     observer = StepObserver(
         dataclasses.replace(PLAN, groups=groups),
         needs_reference=True,
