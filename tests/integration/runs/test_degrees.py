@@ -1,4 +1,5 @@
-"""Training at one tensor-parallel degree and rollout at another make the update of one rank."""
+"""Training at one tensor-parallel degree and rollout at another, of other replicas, make the update
+of one rank."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from common.errors import InvalidArgument
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing
+from common.step.gpus import rollout_place
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.models import RunState
@@ -41,12 +43,16 @@ def degrees_of(lab):
     return lab.node.deployment.train_tp, lab.node.deployment.rollout_tp
 
 
-def planned_bytes(model, degrees):
+def planned_bytes(lab):
     """What the plan says of all ranks of the rollout together."""
-    train_tp, rollout_tp = degrees
-    shape, size = read_shape(str(model)), FLOAT32_BYTES
+    partners, (train_tp, rollout_tp) = lab.node.deployment.partners, degrees_of(lab)
+    shape, size = read_shape(str(lab.model)), FLOAT32_BYTES
     plan = node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=size)
-    ranks = [rollout_sharing(plan, rank) for rank in range(rollout_tp)]
+    ranks = [
+        rollout_sharing(plan, rank, place=rollout_place(partners, replica))
+        for replica in range(partners.replica_count(Service.ROLLOUT))
+        for rank in range(rollout_tp)
+    ]
     return {
         "weights_alias_bytes": sum(one.alias_bytes for one in ranks),
         "weights_gather_bytes": 0,
@@ -61,7 +67,7 @@ async def same_update(alone, unequal, schedule):
     (actual,) = await unequal.succeeded({f"unequal-{schedule}": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
     for step in actual.steps:
-        metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees_of(unequal))
+        metrics, planned = step["metrics"], planned_bytes(unequal)
         # of the rollout's ranks and training's: the second step's are of updated weights
         assert metrics["mismatch_abs_max"] <= CLOSE
         assert {key: metrics[key] for key in planned} == planned
@@ -86,8 +92,7 @@ async def test_fused_runs_where_key_value_heads_nest_and_is_refused_elsewhere(
             await client.create_run(steady(unequal.model, Schedule.FUSED))
 
 
-async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
-    train_tp, rollout_tp = degrees
+async def test_ranks_of_both_degrees_read_the_same_weights(unequal):
     wanted = steady(unequal.model, Schedule.SERIAL, steps=50)
     async with unequal.node.client() as client:
         run = await client.create_run(wanted, run_dir=unequal.folder / "verified")
@@ -101,8 +106,8 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
         assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
     assert report.differences == ()
     policy = {one.consumer: one.checksums for one in report.read if one.role is ModelRole.POLICY}
-    ranks = {Service.LEARNER: train_tp, Service.PREFIX_ENCODER: train_tp}
-    ranks[Service.ROLLOUT] = rollout_tp
+    readers = (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT)
+    ranks = {service: unequal.node.deployment.ranks(service) for service in readers}
     assert policy.keys() == {f"{name}/{r}" for name, count in ranks.items() for r in range(count)}
     pieces = {
         service: {key for rank in range(count) for key in policy[f"{service}/{rank}"]}
@@ -111,12 +116,12 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
     assert pieces[Service.LEARNER] == pieces[Service.PREFIX_ENCODER] == pieces[Service.ROLLOUT]
 
 
-async def test_a_run_survives_the_death_of_any_rank(unequal, degrees):
-    train_tp, rollout_tp = degrees
+async def test_a_run_survives_the_death_of_any_rank(unequal):
+    last = {service: unequal.node.deployment.ranks(service) - 1 for service in Service}
     blows = (
-        (Striker.window, f"rollout/{rollout_tp - 1}"),
-        (Striker.learner_accumulates, f"learner/{train_tp - 1}"),
-        (Striker.updating, f"learner/{train_tp - 1}"),
+        (Striker.window, f"rollout/{last[Service.ROLLOUT]}"),
+        (Striker.learner_accumulates, f"learner/{last[Service.LEARNER]}"),
+        (Striker.updating, f"learner/{last[Service.LEARNER]}"),
         (Striker.durable, "learner/0"),
         (Striker.begun, "rollout/0"),
     )
