@@ -135,6 +135,10 @@ class StepView:
             g.group: self.everyone[g.group] for g in plan.groups if whole or self._is_own(g)
         }
         """Those of this replica, or, where the view is about all of them, of all."""
+        self.rolled = [
+            g for g in self.everyone.values() if whole or g.planned.rollout_replica in self.rollouts
+        ]
+        """Those of `rollouts`, by index, whoever trains them."""
         self.ahead: dict[GroupId, AheadView] = {
             g.group: AheadView() for g in plan.ahead if whole or self._is_own(g)
         }
@@ -196,13 +200,6 @@ class StepView:
         """Whether every group that decodes beside these, or is one of them, is generated and
         rewarded, or dropped."""
         return all(g.rolled_out for g in self.rolled)
-
-    @property
-    def rolled(self) -> list[GroupView]:
-        """The groups of `rollouts`, by index."""
-        if self.whole:
-            return list(self.everyone.values())
-        return [g for g in self.everyone.values() if g.planned.rollout_replica in self.rollouts]
 
     @property
     def accumulated(self) -> bool:
