@@ -13,7 +13,7 @@ from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.moments import Striker
 from tests.integration.runs.recipes import steady
-from tests.integration.runs.test_degrees import degrees_of, same_update
+from tests.integration.runs.test_degrees import degrees_of, same_responses, same_update
 
 PATIENCE = timedelta(seconds=600)
 pytestmark = [pytest.mark.nightly, pytest.mark.redis, pytest.mark.timeout(900)]
@@ -34,6 +34,10 @@ async def test_all_ranks_make_the_update_of_one(alone, wide, schedule):
                 await client.create_run(steady(wide.model, schedule))
         return
     await same_update(alone, wide, schedule)
+
+
+async def test_every_replica_samples_what_one_rank_samples(alone, wide):
+    await same_responses(alone, wide)
 
 
 async def test_a_run_survives_deaths_while_groups_of_several_engines_train(wide):
