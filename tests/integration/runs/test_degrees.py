@@ -10,7 +10,6 @@ from common.errors import InvalidArgument
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing
-from common.step.gpus import rollout_place
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.models import RunState
@@ -50,7 +49,7 @@ def planned_bytes(lab):
     shape, size = read_shape(str(lab.model)), FLOAT32_BYTES
     plan = node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=size)
     ranks = [
-        rollout_sharing(plan, rank, place=rollout_place(partners, replica))
+        rollout_sharing(plan, rank, replica=replica)
         for replica in range(partners.replica_count(Service.ROLLOUT))
         for rank in range(rollout_tp)
     ]
