@@ -5,9 +5,9 @@ all replicas.
 
 Invariants:
 - All ranks issue the same collectives in the same order. Those of `mesh` and `replicas`, with
-  `meet` and `agree`, come from the compute thread, or from a checkpoint, which there is between two
-  epochs only. `all_true` and `all_equal` have a communicator of their own and come while a run is
-  configured; so do the others then, where no compute thread is busy.
+  `meet`, `agree`, `told` and `everyones`, come from the compute thread, or from a checkpoint, which
+  there is between two epochs only. `all_true` and `all_equal` have a communicator of their own and
+  come while a run is configured; so do the others then, where no compute thread is busy.
 - A configuration joins anew, whatever became of the ranks before it. A rank that waits in a
   collective for one that has ended an epoch does not come back, and ends its process.
 """
@@ -28,7 +28,7 @@ from common.errors import ProcessUnusable, Unavailable
 from common.vlm.parallel.mesh import tensor_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,6 +164,19 @@ class Ranks:
         said = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(said, group=self.mesh.get_group(), group_src=0)
         return int(said)
+
+    def everyones(self, numbers: Sequence[float]) -> list[list[float]]:
+        """As many numbers of each rank, of all replicas, in the order of the ranks' numbers.
+
+        Blocks until all have asked.
+        """
+        rows = torch.tensor([numbers], dtype=torch.float64)
+        for mesh in (self.mesh, self.replicas):
+            if mesh is not None:
+                parts = [torch.empty_like(rows) for _ in range(mesh.size())]
+                dist.all_gather(parts, rows, group=mesh.get_group())
+                rows = torch.cat(parts)
+        return rows.tolist()
 
     def meet(self) -> None:
         """Block until all ranks of all replicas have come here."""

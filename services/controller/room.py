@@ -102,7 +102,7 @@ def needed_bytes(
         "policy.gradients": place.replicas * trainable * master,
     }
     if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
-        needed["rollout.weights"] = policy.total * compute
+        needed["rollout.weights"] = place.replicas * policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = place.replicas * reference.total * compute
     if rollout_ranks is not None and rollout_ranks != place.degree:

@@ -8,7 +8,8 @@ new version is durable. The parts are published one by one as they are changed, 
 leave the device while the next ones are updated: nobody but the learner reads them. Whatever ends
 the update before its first change leaves the old version whole; later, the weights are torn, and a
 durable copy is whole. A rollout with weights of its own gets the buckets of them as they are made,
-and can read the version before the step ends.
+which with several replicas is when all shares are there, and can read the version before the step
+ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common.rl.optimizer import FlatAdamW, global_norm, ready_gradients
 from common.step.tasks import Task
 from common.tensors.parts import PARTS_IN_FLIGHT
 from services.learner.errors import TooManyNonFinite
-from services.learner.push import WeightsPush
+from services.learner.push import Pushed, WeightsPush, push_metrics
 from services.learner.step_metrics import step_metrics
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ class Update:
         if run.replicas is not None and applied is not None:
             gathered = await scope.run(Task.UPDATE, partial(self._gather, run.replicas, weights))
             end_ns = gathered.span.end_ns
+            if self._push is not None:
+                self._push.made(run.storages.state.layout.trainable_elements)
         metrics = step_metrics(scope.view, report)
         if run.context.recipe.training.host_shadow:
             await scope.between_jobs(partial(run.shadow.finish, self._version))
         if self._push is not None:
-            metrics |= await self._push.end()
+            metrics |= await self._pushed(self._push)
         # A version is durable once every rank has saved it,
         await self._meet()
         if run.context.speaks_for_all:
@@ -139,7 +142,7 @@ class Update:
                 run.shadow.save(part)
 
         done = await scope.run(Task.UPDATE, apply)
-        if self._push is not None:
+        if self._push is not None and run.replicas is None:
             self._push.made(part.elements.stop)
         await rewriting.publish()
         scope.give_back(rewriting)
@@ -157,6 +160,14 @@ class Update:
         weights = state.weights[:elements]
         self._push = WeightsPush(self._scope, link, version=self._version, weights=weights)
         await self._push.begin()
+
+    async def _pushed(self, push: WeightsPush) -> Mapping[str, float]:
+        """The push's part of the metrics, of all ranks."""
+        own, joined = await push.end(), self._run.context.joined
+        if joined is None:
+            return push_metrics([own])
+        everyones = await self._scope.between_jobs(partial(joined.everyones, own))
+        return push_metrics([Pushed(*one) for one in everyones])
 
     async def _meet(self) -> None:
         """Wait for the other ranks."""

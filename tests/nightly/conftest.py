@@ -9,6 +9,7 @@ from tests.integration.runs.conftest import (
     mortal_node,
     no_run_is_left,
     node,
+    replicated_node,
     replicated_parallel_node,
     wide_node,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "mortal_node",
     "no_run_is_left",
     "node",
+    "replicated_node",
     "replicated_parallel_node",
     "wide_node",
 ]

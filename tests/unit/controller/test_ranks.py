@@ -94,15 +94,9 @@ def test_sglang_has_one_rank(model):
         check_ranks(wanted, node(1))
 
 
-def test_replicas_push_no_weights(tmp_path):
-    wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
-    check_ranks(wanted, node(1))
-    with pytest.raises(InvalidArgument, match=r'"disaggregated" on a node with dp = 2'):
-        check_ranks(wanted, Deployment(dp=2))
-
-
-def test_replicas_may_drop_groups(model):
+def test_replicas_may_drop_groups_and_push_weights(model):
     check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))
+    check_ranks(scheduled(model, Schedule.DISAGGREGATED), Deployment(dp=2))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

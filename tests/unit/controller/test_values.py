@@ -220,12 +220,16 @@ def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout_ran
 
 
 def test_replicas_share_the_optimizers_state_alone(model):
-    recipe = _recipe(model={"path": str(model)}, algorithm={"kl_coefficient": 0.1})
+    recipe = _recipe(
+        model={"path": str(model)},
+        algorithm={"kl_coefficient": 0.1},
+        training={"schedule": "disaggregated"},
+    )
     one = needed_bytes(recipe, device="cpu", place=Place())
     three = needed_bytes(recipe, device="cpu", place=Place(replicas=3))
     assert three.pop("policy.optimizer") == one.pop("policy.optimizer")
     assert three == {name: 3 * size for name, size in one.items()}
-    assert "reference.weights" in one
+    assert {"reference.weights", "rollout.weights"} <= one.keys()
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):
