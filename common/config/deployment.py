@@ -104,7 +104,7 @@ class Deployment(FrozenConfig):
     """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
     dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Data-parallel replicas of those ranks, each with groups of its own in every step: so many
-    times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
+    times as many processes, and with device = "cuda" GPUs (docs/parallel.md)."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     rollout_gpus: Literal["shared", "own"] = "shared"
@@ -171,16 +171,6 @@ class Deployment(FrozenConfig):
             raise ValueError(
                 f"dp = {self.dp} with train_tp = {self.train_tp}: a service has at most "
                 f"{_RANKS_LIMIT} processes; lower one of them"
-            )
-        if self.dp > 1 and self.device != "cpu":
-            raise ValueError(
-                f"dp = {self.dp} with device = {self.device!r}: several replicas run on "
-                'device = "cpu" only; set dp = 1'
-            )
-        if self.dp > 1 and self.governor == "on":
-            raise ValueError(
-                f'dp = {self.dp} with governor = "on": jobs of several replicas do not take turns; '
-                'set governor = "off"'
             )
         return self
 
@@ -258,7 +248,7 @@ class Deployment(FrozenConfig):
         if self.device != "cuda":
             return 0
         if self.apart:
-            return self.train_tp + self.rollout_tp
+            return self.ranks(Service.LEARNER) + self.ranks(Service.ROLLOUT)
         return max(self.ranks(service) for service in WORKERS)
 
     @property
@@ -268,8 +258,9 @@ class Deployment(FrozenConfig):
 
     def gpu(self, participant: Participant) -> int:
         """Which of the node's GPUs a worker computes on, of those that its process sees."""
-        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
-        return behind + participant.rank
+        if self.apart and participant.service is Service.ROLLOUT:
+            return self.ranks(Service.LEARNER) + participant.rank
+        return participant.rank
 
     @property
     def worker_threads(self) -> int:

@@ -44,12 +44,13 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOK_EVERY_S = 0.05
 """Between two looks at which ranks have come."""
 PARTED_AFTER_S = 5.0
-"""Longest time that a job goes on after its epoch has ended, or a checkpoint after another rank has
-come to be configured, before it counts as a job that waits for ranks that have left it."""
+"""Longest time that a job goes on after its epoch has ended, a checkpoint after another rank has
+come to be configured, or a join after a newer configuration, before it counts as one that waits for
+ranks that have left it."""
 
 
 class RanksParted(ProcessUnusable):
-    """A collective of an ended epoch keeps the compute thread: nothing but the process ends it."""
+    """A collective of an ended epoch, or a join, goes on: nothing but the process ends it."""
 
 
 class RanksAbsent(Unavailable):

@@ -115,7 +115,7 @@ def needed_bytes(
         )
     if device == "cuda":
         # A GPU is the arena of one rank.
-        return {name: size // place.degree for name, size in needed.items()}
+        return {name: size // place.world for name, size in needed.items()}
     return needed
 
 

@@ -23,7 +23,7 @@ from common.rl.lr import learning_rate
 from common.rl.optimizer import FlatAdamW, global_norm, ready_gradients
 from common.step.tasks import Task
 from common.tensors.parts import PARTS_IN_FLIGHT
-from services.learner.errors import TooManyNonFinite
+from services.learner.nonfinite import NONFINITE, nonfinite_after
 from services.learner.push import Pushed, WeightsPush, push_metrics
 from services.learner.step_metrics import step_metrics
 
@@ -67,6 +67,7 @@ class Update:
         self._version = version
         self._timeout_s = run.context.recipe.training.step_deadline_s
         self._push: WeightsPush | None = None
+        self._nonfinite = 0
 
     def advance(self) -> None:
         """An event was folded into the view."""
@@ -93,7 +94,7 @@ class Update:
             end_ns = gathered.span.end_ns
             if self._push is not None:
                 self._push.made(run.storages.state.layout.trainable_elements)
-        metrics = step_metrics(scope.view, report)
+        metrics = step_metrics(scope.view, report) | {NONFINITE: float(self._nonfinite)}
         if run.context.recipe.training.host_shadow:
             await scope.between_jobs(partial(run.shadow.finish, self._version))
         if self._push is not None:
@@ -105,7 +106,7 @@ class Update:
         # is published once it is durable,
         await self._meet()
         await weights.publish()
-        run.published(self._version)
+        run.published(self._version, nonfinite=self._nonfinite)
         # and the step ends once it is readable on all of them.
         await self._meet()
         scope.give_back(weights)
@@ -204,20 +205,8 @@ class Update:
                 ),
                 norm_of=global_norm if run.sharding is None else run.sharding.norm,
             )
-        self._count_nonfinite(report)
+        self._nonfinite = nonfinite_after(report, run.nonfinite, limit=algorithm.nonfinite_limit)
         return report
-
-    def _count_nonfinite(self, report: UpdateReport | None) -> None:
-        run, limit = self._run, self._run.context.recipe.algorithm.nonfinite_limit
-        if report is None or report.applied:
-            run.nonfinite_in_a_row = 0
-            return
-        run.nonfinite_in_a_row += 1
-        if run.nonfinite_in_a_row >= limit:
-            raise TooManyNonFinite(
-                f"the gradient was NaN or infinite in {limit} steps in a row "
-                "(algorithm.nonfinite_limit)"
-            )
 
     async def _make_durable(self, metrics: Mapping[str, float]) -> None:
         run = self._run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.integration.runs.conftest import (
     alone,
     divided_model,
+    free_replicated_node,
     model,
     mortal_node,
     no_run_is_left,
@@ -17,6 +18,7 @@ from tests.integration.runs.conftest import (
 __all__ = [
     "alone",
     "divided_model",
+    "free_replicated_node",
     "model",
     "mortal_node",
     "no_run_is_left",

@@ -10,9 +10,13 @@ import torch
 
 from common.data.order import step_samples
 from common.events.bodies import ModelRole
+from common.governor.table import load_table
 from common.ids import Service
 from common.step.schedule import Schedule
+from common.step.tasks import OWNER
 from common.vlm.loading import empty_model, load_config, weight_layout
+from common.worker.governor import TABLES_FOLDER
+from common.worker.live_decode import BACKGROUND
 from rollplex.models import RunState
 from rollplex.verify.task import ROWS
 from tests.integration.runs import task
@@ -91,6 +95,21 @@ async def test_two_replicas_make_the_update_of_one(lab, replicated, schedule, gr
     }
     assert {group for group, _ in done} == set(range(groups))
     assert all(name.endswith(f"/{group % 2}") for group, name in done)
+
+
+async def test_jobs_take_turns_beside_the_decode_of_their_replica(lab, replicated):
+    """And are measured by it."""
+    options = {"prompts_per_step": 5, "optimizer_part_mib": PART_MIB}
+    fused = await repeated(replicated, await recorded(lab, 5), Schedule.FUSED, **options)
+    for replica in range(2):
+        logs = [replicated.node.log(f"{service}-{replica}") for service in BACKGROUND]
+        assert any("beside the decode" in log for log in logs)
+    measured = fused.folder / TABLES_FOLDER
+    for path in measured.glob("*.json"):
+        service = Service(path.stem.removesuffix("-1"))
+        assert {OWNER[entry.task] for entry in load_table(path).entries} == {service}
+    if measured.exists():
+        load_table(measured)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.FUSED])
