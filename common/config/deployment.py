@@ -105,7 +105,7 @@ class Deployment(FrozenConfig):
     """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
     dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Data-parallel replicas of training's ranks, each with groups of its own in every step: so
-    many times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
+    many times as many processes, and with device = "cuda" GPUs (docs/parallel.md)."""
     rollout_dp: int | None = Field(default=None, ge=1, le=_RANKS_LIMIT)
     """Replicas of the rollout's ranks, likewise; dp has to be a multiple of it, or it of dp. Unset:
     as many as fill training's GPUs, train_tp * dp / rollout_tp. Others than that, or a rollout_tp
@@ -159,22 +159,7 @@ class Deployment(FrozenConfig):
         return None if path is None else path.expanduser().absolute()
 
     @model_validator(mode="after")
-    def _ranks_are_served(self) -> Self:
-        self._sides_fit()
-        if self.dp > 1 and self.device != "cpu":
-            raise ValueError(
-                f"dp = {self.dp} with device = {self.device!r}: several replicas run on "
-                'device = "cpu" only; set dp = 1'
-            )
-        if self.dp > 1 and self.governor == "on":
-            raise ValueError(
-                f'dp = {self.dp} with governor = "on": jobs of several replicas do not take turns; '
-                'set governor = "off"'
-            )
-        return self
-
-    def _sides_fit(self) -> None:
-        """Raises ValueError for ranks of training and of the rollout that do not go together."""
+    def _sides_go_together(self) -> Self:
         sides = (
             f"train_tp = {self.train_tp} and dp = {self.dp} with rollout_tp = {self.rollout_tp} "
             f"and rollout_dp = {self.rollout_replicas}"
@@ -197,6 +182,7 @@ class Deployment(FrozenConfig):
                     f"{sides}: a service has at most {_RANKS_LIMIT} processes, and {service} "
                     f"{self.ranks(service)}; lower one of them"
                 )
+        return self
 
     @property
     def governed(self) -> bool:
@@ -291,7 +277,7 @@ class Deployment(FrozenConfig):
         if self.device != "cuda":
             return 0
         if self.apart:
-            return self.train_tp + self.rollout_tp
+            return self.ranks(Service.LEARNER) + self.ranks(Service.ROLLOUT)
         return max(self.ranks(service) for service in WORKERS)
 
     @property
@@ -302,7 +288,7 @@ class Deployment(FrozenConfig):
     def gpu(self, participant: Participant) -> int:
         """Which of the node's GPUs a worker computes on, of those that its process sees."""
         if self.apart:
-            behind = self.train_tp if participant.service is Service.ROLLOUT else 0
+            behind = self.ranks(Service.LEARNER) if participant.service is Service.ROLLOUT else 0
             return behind + participant.rank
         return shared_gpu(self.partners, participant)
 

@@ -26,7 +26,6 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     if deployment.device == "cuda":
         _check_gpus(recipe, deployment)
     _check_engine(recipe, deployment)
-    _check_replicas(recipe, deployment)
     _check_pushes(recipe.training.schedule, deployment)
     train, rollout = deployment.train_tp, deployment.rollout_tp
     if train == rollout == 1:
@@ -89,16 +88,6 @@ def _check_engine(recipe: Recipe, deployment: Deployment) -> None:
                 f'rollout.engine = "sglang" on a node with {name} = {value}: SGLang is run with '
                 'one rank; legal is "native"'
             )
-
-
-def _check_replicas(recipe: Recipe, deployment: Deployment) -> None:
-    """A rank of the learner pushes what it updates, which with replicas is a share."""
-    schedule = recipe.training.schedule
-    if deployment.dp > 1 and schedule in OWN_WEIGHTS:
-        raise InvalidArgument(
-            f'training.schedule = "{schedule}" on a node with dp = {deployment.dp}: weights are '
-            "pushed by one replica only; set dp = 1 (deployment), or another schedule"
-        )
 
 
 def _check_pushes(schedule: Schedule, deployment: Deployment) -> None:

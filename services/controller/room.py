@@ -104,14 +104,14 @@ def needed_bytes(
         "policy.gradients": place.replicas * trainable * master,
     }
     if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
-        needed["rollout.weights"] = policy.total * compute
+        needed["rollout.weights"] = place.replicas * policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = place.replicas * reference.total * compute
     if partners is not None and partners.count(Service.ROLLOUT) != place.degree:
         needed["rollout.weights"] = _rebuilt_bytes(recipe, partners, element_bytes=compute)
     if device == "cuda":
         # A GPU is the arena of one rank.
-        return {name: size // place.degree for name, size in needed.items()}
+        return {name: size // place.world for name, size in needed.items()}
     return needed
 
 

@@ -104,7 +104,15 @@ def wide_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """A node of the module's own, with two replicas of each service that computes."""
+    """A node of the module's own, with two replicas of each service that computes, each of which
+    takes turns."""
+    with _running(request, dp=2, governor="on", deadlines=Deadlines(start_s=300.0)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def free_replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """As `replicated_node`, without turns."""
     with _running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
         yield node
 
@@ -158,6 +166,7 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "unequal_node",
         "wide_node",
         "replicated_node",
+        "free_replicated_node",
         "replicated_parallel_node",
         "tight_node",
         "faulty_node",

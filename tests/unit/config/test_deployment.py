@@ -172,13 +172,6 @@ def test_wrong_value_is_named(item, words):
         load_deployment(None, [item])
 
 
-@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
-def test_several_replicas_run_ungoverned_on_the_cpu(item):
-    name, _, value = item.partition("=")
-    with pytest.raises(ConfigError, match=f"dp = 2 with {name} = ['\"]{value}"):
-        load_deployment(None, ["dp=2", item])
-
-
 def test_every_replica_has_all_ranks():
     deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "dp=3"])
     assert {service: deployment.ranks(service) for service in Service} == {
@@ -190,10 +183,16 @@ def test_every_replica_has_all_ranks():
     assert (place.replica, place.tensor_rank) == (2, 1)
 
 
-def test_several_ranks_have_a_gpu_each_and_are_governed():
-    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "device=cuda"])
-    assert deployment.gpus == 2
+@pytest.mark.parametrize(("dp", "gpus"), [(1, 2), (3, 6)])
+def test_every_rank_of_every_replica_has_a_gpu_and_is_governed(dp, gpus):
+    deployment = load_deployment(
+        None, ["train_tp=2", "rollout_tp=2", f"dp={dp}", "device=cuda", "governor=on"]
+    )
+    assert deployment.gpus == gpus
     assert deployment.governed
+    for service in WORKERS:
+        ranks = [Participant(service=service, rank=rank) for rank in range(gpus)]
+        assert [deployment.gpu(rank) for rank in ranks] == list(range(gpus))
 
 
 @pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
@@ -312,3 +311,11 @@ def test_a_rollout_apart_has_the_gpus_behind_those_of_training(
     assert deployment.gpu(Participant(service=Service.ROLLOUT)) == of_rollout
     assert deployment.gpu(Participant(service=Service.LEARNER)) == 0
     assert deployment.governed is (device == "cuda" and rollout_gpus == "shared")
+
+
+def test_a_rollout_apart_comes_behind_all_replicas_of_training():
+    settings = {"device": "cuda", "rollout_gpus": "own", "train_tp": 2, "rollout_tp": 2, "dp": 2}
+    deployment = Deployment(**settings)
+    assert deployment.gpus == 8
+    ranks = [Participant(service=Service.ROLLOUT, rank=rank) for rank in range(4)]
+    assert [deployment.gpu(rank) for rank in ranks] == [4, 5, 6, 7]

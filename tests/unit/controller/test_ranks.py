@@ -96,13 +96,6 @@ def test_sglang_has_one_rank(model):
         check_ranks(wanted, node(1))
 
 
-def test_replicas_push_no_weights(tmp_path):
-    wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
-    check_ranks(wanted, node(1))
-    with pytest.raises(InvalidArgument, match=r'"disaggregated" on a node with dp = 2'):
-        check_ranks(wanted, Deployment(dp=2))
-
-
 def test_a_rollout_of_other_replicas_is_not_pushed_to(tmp_path):
     wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
     refused = r'"disaggregated" on a node with .*dp = 1, .* and rollout_dp = 2: .*replicas'
@@ -117,8 +110,9 @@ def test_replicas_of_another_number_run_every_other_schedule(tmp_path, schedule,
     check_ranks(recipe(tmp_path / "absent", schedule), node)
 
 
-def test_replicas_may_drop_groups(model):
+def test_replicas_may_drop_groups_and_push_weights(model):
     check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))
+    check_ranks(scheduled(model, Schedule.DISAGGREGATED), Deployment(dp=2))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

@@ -142,8 +142,9 @@ def test_commands_are_of_the_replicas_own_deciding_rank():
     assert starts(made.handle(said(command, rank=2))) == [(Task.UPDATE, None)]
 
 
-def test_replicas_share_the_room_for_leases():
-    assert machine(1, groups=1, room={"cpu": 101}).view.lease_room_bytes == {"cpu": 50}
+def test_replicas_share_the_hosts_room_for_leases():
+    room = {"cpu": 101, "GPU-1": 7}
+    assert machine(1, groups=1, room=room).view.lease_room_bytes == {"cpu": 50, "GPU-1": 7}
     assert machine(0, replicas=1, groups=1, room={"cpu": 101}).view.lease_room_bytes == {"cpu": 101}
 
 
