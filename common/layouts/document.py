@@ -41,13 +41,12 @@ def document(plan: SharingPlan, *, tensors: bool) -> dict[str, Any]:
     return made
 
 
-def _rank(gpu: GpuSharing) -> dict[str, int | None]:
-    rolls_out = gpu.full_second_copy_bytes > 0
+def _rank(gpu: GpuSharing) -> dict[str, int]:
     return {
         "gpu": gpu.gpu,
         "train_rank": gpu.train_rank,
-        "rollout_replica": gpu.rollout_replica if rolls_out else None,
-        "rollout_rank": gpu.rollout_rank if rolls_out else None,
+        "rollout_replica": gpu.rollout_replica,
+        "rollout_rank": gpu.rollout_rank,
         **{key: getattr(gpu, key) for key in SUMS},
         "scratch_bytes": gpu.scratch_bytes,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +14,7 @@ from common.errors import InvalidArgument
 from common.layouts.sharing import Cluster, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -181,16 +180,16 @@ def plan_sharing(
                 gpu, gpu % train.degree, replica, place % rollout.degree, place // rollout.degree
             )
         )
-    there = [
+    there = {
         one
         for one in stations
         if rollout_replicas is None or one.rollout_replica < rollout_replicas
+    }
+    clusters_of = _shared(joined, stations, there) if shared else _apart(joined, stations, there)
+    made = [
+        GpuSharing(*one, found, element_bytes)
+        for one, found in zip(stations, clusters_of, strict=True)
     ]
-    made_of = _shared(joined, there) if shared else _apart(joined, there)
-    made: list[GpuSharing] = []
-    for one in stations:
-        pair = (one.train_rank, one.rollout_rank if one in there else None)
-        made.append(GpuSharing(*one, made_of[pair], element_bytes))
     plain = sum(
         int(alias_bytes[gpu % train.degree, gpu % rollout.degree])
         for gpu in range(gpus)
@@ -230,43 +229,44 @@ def _best_slots(alias_bytes: NDArray[np.int64], block: int) -> list[int]:
 
 
 def _shared(
-    joined: Sequence[Cluster], there: Sequence[Station]
-) -> dict[tuple[int, int | None], tuple[ClusterSharing, ...]]:
-    """What a training rank and a rollout rank share, for all pairs of `there`.
+    joined: Sequence[Cluster], stations: Sequence[Station], there: Collection[Station]
+) -> Iterator[tuple[ClusterSharing, ...]]:
+    """What each GPU's ranks share.
 
-    Returns: by training rank and rollout rank; None: training's alone.
+    Args: there: the GPUs that have a rank of the rollout.
     """
-    beside: dict[int, set[int]] = {}
-    used: Counter[tuple[int, int]] = Counter()
+    beside: dict[tuple[int, int], list[int]] = {}
     for one in there:
-        beside.setdefault(one.train_rank, set()).add(one.rollout_rank)
-        used[one.train_rank, one.train_replica] += 1
-    crowded = {train_rank for (train_rank, _), ranks in used.items() if ranks > 1}
-    made: dict[tuple[int, int | None], tuple[ClusterSharing, ...]] = {}
-    for train_rank in range(len(joined[0].train)):
-        if train_rank not in beside:
-            made[train_rank, None] = tuple(cluster.alone(train_rank) for cluster in joined)
+        beside.setdefault((one.train_rank, one.train_replica), []).append(one.rollout_rank)
+    groups: dict[tuple[int, bool], set[int]] = {}
+    for (train_rank, _), ranks in beside.items():
+        groups.setdefault((train_rank, len(ranks) > 1), set()).update(ranks)
+    together = {
+        (rank, packed): [cluster.together(rank, sorted(ranks), packed=packed) for cluster in joined]
+        for (rank, packed), ranks in groups.items()
+    }
+    for one in stations:
+        ranks = beside.get((one.train_rank, one.train_replica), [])
+        if not ranks:
+            yield tuple(cluster.alone(one.train_rank) for cluster in joined)
             continue
-        ranks = sorted(beside[train_rank])
-        packed = train_rank in crowded
-        together = [cluster.together(train_rank, ranks, packed=packed) for cluster in joined]
-        for rank in ranks:
-            made[train_rank, rank] = tuple(one[rank] for one in together)
-        # so that one offset holds on all replicas of training
-        made[train_rank, None] = tuple(replace(one[ranks[0]], rollout=()) for one in together)
-    return made
+        found = together[one.train_rank, len(ranks) > 1]
+        if one in there:
+            yield tuple(sharing[one.rollout_rank] for sharing in found)
+        else:
+            yield tuple(replace(sharing[ranks[0]], rollout=()) for sharing in found)
 
 
 def _apart(
-    joined: Sequence[Cluster], there: Sequence[Station]
-) -> dict[tuple[int, int | None], tuple[ClusterSharing, ...]]:
+    joined: Sequence[Cluster], stations: Sequence[Station], there: Collection[Station]
+) -> Iterator[tuple[ClusterSharing, ...]]:
     """As `_shared`, with nothing shared."""
-    made: dict[tuple[int, int | None], tuple[ClusterSharing, ...]] = {}
-    for train_rank in range(len(joined[0].train)):
-        made[train_rank, None] = tuple(cluster.alone(train_rank) for cluster in joined)
-    for pair in {(one.train_rank, one.rollout_rank) for one in there}:
-        made[pair] = tuple(cluster.apart(*pair) for cluster in joined)
-    return made
+    for one in stations:
+        if one in there:
+            pair = one.train_rank, one.rollout_rank
+            yield tuple(cluster.apart(*pair) for cluster in joined)
+        else:
+            yield tuple(cluster.alone(one.train_rank) for cluster in joined)
 
 
 def clusters(train: Layout, rollout: Layout) -> list[Cluster]:

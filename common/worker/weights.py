@@ -123,19 +123,22 @@ def policy_shape(context: RunContext) -> ModelShape:
         return shape
     if context.participant.service is Service.ROLLOUT:
         return replace(shape, plan=plan)
-    sharing = training_sharing(plan, context.place.tensor_rank)
+    sharing = training_sharing(plan, context.place.tensor_rank, replica=context.place.replica)
     return replace(shape, plan=plan, places=WeightPlaces.planned(shape.layout, sharing))
 
 
 def _policy_plan(context: RunContext, config: Qwen2_5_VLConfig) -> SharingPlan | None:
-    counts = [context.partners.count(one) for one in (Service.LEARNER, Service.ROLLOUT)]
-    if counts[0] == counts[1]:
+    partners = context.partners
+    degrees = partners.count(Service.LEARNER), partners.count(Service.ROLLOUT)
+    if degrees[0] == degrees[1]:
         return None
     return node_plan(
         config_shape(config),
-        train_tp=counts[0],
-        rollout_tp=counts[1],
+        train_tp=degrees[0],
+        rollout_tp=degrees[1],
         element_bytes=context.dtype.itemsize,
+        train_replicas=partners.replica_count(Service.LEARNER),
+        rollout_replicas=partners.replica_count(Service.ROLLOUT),
     )
 
 

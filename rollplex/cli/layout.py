@@ -108,7 +108,11 @@ def _plan(
 
     if services:
         return node_plan(
-            shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=element_bytes
+            shape,
+            train_tp=train_tp,
+            rollout_tp=rollout_tp,
+            element_bytes=element_bytes,
+            rollout_replicas=max(1, train_tp // rollout_tp),
         )
     train, rollout = layouts
     pair = layout_pair(shape, (train, train_tp), (rollout, rollout_tp))

@@ -43,9 +43,7 @@ def print_sharing(document: Mapping[str, Any]) -> None:
         table.add_row(
             str(rank["gpu"]),
             str(rank["train_rank"]),
-            ""
-            if rank["rollout_rank"] is None
-            else f"{rank['rollout_replica']}, {rank['rollout_rank']}",
+            f"{rank['rollout_replica']}, {rank['rollout_rank']}",
             *(gib(rank[key]) for _, key in _COLUMNS),
         )
     table.add_row("all", "", "", *(gib(document[key]) for _, key in _COLUMNS))
@@ -82,7 +80,7 @@ def pairs_table(
     for train_tp in degrees:
         for rollout_tp in degrees:
             plan = make(train_tp, rollout_tp)
-            gpus = [gpu for gpu in plan.gpus if gpu.full_second_copy_bytes]
+            gpus = plan.gpus
             full = sum(gpu.full_second_copy_bytes for gpu in gpus)
             shares = [
                 sum(gpu.alias_bytes for gpu in gpus),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing, training_sharing
 from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
+    from common.step.partners import Partners
     from common.step.place import Place
     from protos.rollplex.v1.broker_pb2 import Ledger
 
@@ -67,7 +69,7 @@ def count_elements(model_path: Path, *, key: str) -> Elements:
 
 
 def needed_bytes(
-    recipe: Recipe, *, device: str, place: Place, rollout_ranks: int | None = None
+    recipe: Recipe, *, device: str, place: Place, partners: Partners | None = None
 ) -> dict[str, int]:
     """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
 
@@ -78,7 +80,7 @@ def needed_bytes(
     Args:
         device: of the deployment, which the recipe may leave to decide what is spilled.
         place: of any rank of training on the node, whose ranks share its arena on a CPU.
-        rollout_ranks: of a replica of the rollout; None: as many as of training.
+        partners: the ranks of all services; None: as many as `place` says.
     Raises:
         InvalidArgument: a model folder cannot be read.
     """
@@ -102,24 +104,45 @@ def needed_bytes(
         "policy.gradients": place.replicas * trainable * master,
     }
     if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
-        needed["rollout.weights"] = policy.total * compute
+        needed["rollout.weights"] = place.replicas * policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = place.replicas * reference.total * compute
-    if rollout_ranks is not None and rollout_ranks != place.degree:
-        shape = read_shape(str(recipe.model.path))
-        plan = node_plan(
-            shape, train_tp=place.degree, rollout_tp=rollout_ranks, element_bytes=compute
-        )
-        needed["policy.weights"] += sum(
-            training_sharing(plan, rank).gap_bytes for rank in range(place.degree)
-        )
-        needed["rollout.weights"] = sum(
-            rollout_sharing(plan, rank).rebuild_bytes for rank in range(rollout_ranks)
-        )
+    if partners is not None and partners.count(Service.ROLLOUT) != place.degree:
+        gaps, rebuilt = _extra_bytes(recipe, partners, element_bytes=compute)
+        needed["policy.weights"] += gaps
+        needed["rollout.weights"] = rebuilt
     if device == "cuda":
         # A GPU is the arena of one rank.
-        return {name: size // place.degree for name, size in needed.items()}
+        return {name: size // place.world for name, size in needed.items()}
     return needed
+
+
+def _extra_bytes(recipe: Recipe, partners: Partners, *, element_bytes: int) -> tuple[int, int]:
+    """What all weights take beyond training's shards at degrees that differ.
+
+    Returns: gaps in training's storages, and what ranks of the rollout have of their own.
+    """
+    degrees = partners.count(Service.LEARNER), partners.count(Service.ROLLOUT)
+    replicas = partners.replica_count(Service.LEARNER), partners.replica_count(Service.ROLLOUT)
+    plan = node_plan(
+        read_shape(str(recipe.model.path)),
+        train_tp=degrees[0],
+        rollout_tp=degrees[1],
+        element_bytes=element_bytes,
+        train_replicas=replicas[0],
+        rollout_replicas=replicas[1],
+    )
+    gaps = sum(
+        training_sharing(plan, rank, replica=replica).gap_bytes
+        for replica in range(replicas[0])
+        for rank in range(degrees[0])
+    )
+    rebuilt = sum(
+        rollout_sharing(plan, rank, replica=replica).rebuild_bytes
+        for replica in range(replicas[1])
+        for rank in range(degrees[1])
+    )
+    return gaps, rebuilt
 
 
 def _optimizer_bytes(
@@ -135,11 +158,11 @@ def _optimizer_bytes(
 
 
 def check_room(
-    recipe: Recipe, ledger: Ledger, *, device: str, place: Place, rollout_ranks: int | None = None
+    recipe: Recipe, ledger: Ledger, *, device: str, place: Place, partners: Partners | None = None
 ) -> None:
     """Refuse a run whose run-scoped storages alone are larger than the arena.
 
-    Args: device, place, rollout_ranks: as for `needed_bytes`.
+    Args: device, place, partners: as for `needed_bytes`.
 
     With random weights there are no headers to read; the broker itself refuses storages that do
     not fit.
@@ -150,7 +173,7 @@ def check_room(
     """
     if recipe.model.weights == "random":
         return
-    needed = needed_bytes(recipe, device=device, place=place, rollout_ranks=rollout_ranks)
+    needed = needed_bytes(recipe, device=device, place=place, partners=partners)
     total = sum(needed.values())
     if total <= ledger.capacity_bytes:
         return

@@ -64,7 +64,7 @@ class LearnerStorages:
         layout, places = shape.layout, shape.places
         me, encoder = context.participant, context.peer(Service.PREFIX_ENCODER)
         # One that is pushed to has weights of its own.
-        sharing = () if context.push is not None else context.peers(Service.ROLLOUT)
+        sharing = () if context.push is not None else context.partners.everyone(Service.ROLLOUT)
         specs = {
             POLICY_WEIGHTS: flat_spec(
                 places.elements,
@@ -194,5 +194,6 @@ def _gatherers(context: RunContext, shape: ModelShape) -> tuple[Participant, ...
     """The ranks of the rollout that write in the gaps of this rank's weights."""
     if shape.plan is None:
         return ()
-    ranks = gatherers(shape.plan, context.place.tensor_rank)
+    place = context.place
+    ranks = gatherers(shape.plan, place.tensor_rank, replica=place.replica)
     return tuple(Participant(service=Service.ROLLOUT, rank=rank) for rank in ranks)

@@ -136,17 +136,19 @@ class ReshardedWeights:
         """
         broker, run_id, me = context.broker, context.run_id, context.participant
         model, degree = config_shape(shape.config), context.partners.count(Service.LEARNER)
-        plan = shape.plan
+        place, plan = context.place, shape.plan
         assert plan is not None, "with equal degrees the learner's storage is read as it is"
-        sharing = rollout_sharing(plan, me.rank)
+        sharing = rollout_sharing(plan, place.tensor_rank, replica=place.replica)
+        # of the replicas of training, which all have the same, the one on this rank's GPU
+        replica = sharing.train_replica
         shared: dict[int, Storage] = {}
         sources: dict[int, dict[str, torch.Tensor]] = {}
         for rank in source_ranks(sharing):
-            name = context.storage_name(POLICY_WEIGHTS, rank)
+            name = context.storage_name(POLICY_WEIGHTS, replica * degree + rank)
             shared[rank] = await broker.open_storage(run_id, name, timeout_s=OPEN_TIMEOUT_S)
             parts = shards(shape.whole, model, rank=rank, degree=degree)
             layout = rank_layout(shape.whole, parts, rank=rank, degree=degree)
-            places = WeightPlaces.planned(layout, training_sharing(plan, rank))
+            places = WeightPlaces.planned(layout, training_sharing(plan, rank, replica=replica))
             sources[rank] = {
                 name: _matrix(one)
                 for name, one in placed(tensor_view(shared[rank], FLAT), places).items()

@@ -1,8 +1,10 @@
-"""Training at one tensor-parallel degree and rollout at another make the update of one rank."""
+"""Training at one tensor-parallel degree and rollout at another, of other replicas, make the update
+of one rank."""
 
 from __future__ import annotations
 
 import pytest
+from safetensors.numpy import load_file
 
 from common.errors import InvalidArgument
 from common.events.bodies import ModelRole
@@ -44,12 +46,34 @@ def degrees_of(lab):
     return lab.node.deployment.train_tp, lab.node.deployment.rollout_tp
 
 
-def planned_bytes(model, degrees):
-    """What the plan says of all ranks of the rollout together."""
-    train_tp, rollout_tp = degrees
-    shape, size = read_shape(str(model)), FLOAT32_BYTES
-    plan = node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=size)
-    ranks = [rollout_sharing(plan, rank) for rank in range(rollout_tp)]
+def sharing_of(lab):
+    """What the plan says of all ranks of training, and of all of the rollout."""
+    partners, (train_tp, rollout_tp) = lab.node.deployment.partners, degrees_of(lab)
+    train, rollout = (partners.replica_count(one) for one in (Service.LEARNER, Service.ROLLOUT))
+    plan = node_plan(
+        read_shape(str(lab.model)),
+        train_tp=train_tp,
+        rollout_tp=rollout_tp,
+        element_bytes=FLOAT32_BYTES,
+        train_replicas=train,
+        rollout_replicas=rollout,
+    )
+    training = [
+        training_sharing(plan, rank, replica=replica)
+        for replica in range(train)
+        for rank in range(train_tp)
+    ]
+    rolling_out = [
+        rollout_sharing(plan, rank, replica=replica)
+        for replica in range(rollout)
+        for rank in range(rollout_tp)
+    ]
+    return training, rolling_out
+
+
+def planned_bytes(lab):
+    """Of all ranks of the rollout together."""
+    _, ranks = sharing_of(lab)
     return {
         "weights_alias_bytes": sum(one.alias_bytes for one in ranks),
         "weights_gather_bytes": sum(one.gather_bytes for one in ranks),
@@ -57,18 +81,13 @@ def planned_bytes(model, degrees):
     }
 
 
-def weights_bytes(model, degrees):
-    """What the plan says of all memory of the policy's weights."""
-    train_tp, rollout_tp = degrees
-    plan = node_plan(
-        read_shape(str(model)),
-        train_tp=train_tp,
-        rollout_tp=rollout_tp,
-        element_bytes=FLOAT32_BYTES,
-    )
-    training = [training_sharing(plan, rank) for rank in range(train_tp)]
-    extra = sum(rollout_sharing(plan, rank).extra_bytes for rank in range(rollout_tp))
-    return sum(one.train_bytes for one in training) + extra
+def weights_bytes(lab):
+    """All memory of the policy's weights: training's shards, and what is gathered and rebuilt."""
+    training, ranks = sharing_of(lab)
+    gathered = sum(one.gather_bytes for one in ranks)
+    assert gathered == sum(one.gap_bytes for one in training)
+    rebuilt = sum(one.rebuild_bytes for one in ranks)
+    return sum(one.train_bytes for one in training) + gathered + rebuilt
 
 
 async def same_update(alone, unequal, schedule):
@@ -78,13 +97,16 @@ async def same_update(alone, unequal, schedule):
     (actual,) = await unequal.succeeded({f"unequal-{schedule}": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
     train_tp, rollout_tp = degrees_of(unequal)
-    finer = train_tp > rollout_tp
     for step in actual.steps:
-        metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees_of(unequal))
+        metrics = step["metrics"]
         # of the rollout's ranks and training's: the second step's are of updated weights
         assert metrics["mismatch_abs_max"] <= CLOSE
+        if len(set(degrees_of(unequal))) == 1:
+            assert "weights_alias_bytes" not in metrics
+            continue
+        planned = planned_bytes(unequal)
         assert {key: metrics[key] for key in planned} == planned
-        assert (planned["weights_gather_bytes"] > 0) == finer
+        assert (planned["weights_gather_bytes"] > 0) == (train_tp > rollout_tp)
         assert metrics["time_weights_refresh_s"] > 0
 
 
@@ -106,8 +128,46 @@ async def test_fused_runs_where_key_value_heads_nest_and_is_refused_elsewhere(
             await client.create_run(steady(unequal.model, Schedule.FUSED))
 
 
-async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
-    train_tp, rollout_tp = degrees
+async def test_every_replica_samples_the_same_responses(alone, unequal):
+    await same_responses(alone, unequal)
+
+
+async def same_responses(alone, unequal):
+    """Those that one rank samples, each group's where it is bound to."""
+    expected = await recorded(alone)
+    wanted = steady(unequal.model, Schedule.SERIAL, steps=1, record_responses=True)
+    (actual,) = await unequal.succeeded({"sampled": wanted})
+    one, several = (
+        {
+            name: tensor.tolist()
+            for path in (run.folder / "responses").glob("step-00000000*")
+            for name, tensor in load_file(path).items()
+        }
+        for run in (expected, actual)
+    )
+    assert several == one
+    done = [line for line in actual.timeline if line["task"] == "decode"]
+    partners = unequal.node.deployment.partners
+    assert {(line["group"], line["participant"]) for line in done} == {
+        (group, str(partners.all(Service.ROLLOUT, replica=replica)[0]))
+        for group in range(4)
+        for replica in [partners.bound(group, Service.ROLLOUT)]
+    }
+
+
+async def test_a_replica_of_either_side_may_have_no_group(alone, unequal):
+    expected = await recorded(alone, groups=1)
+    replay = {"prompts_per_step": 1, "replay_from": str(expected.folder)}
+    wanted = steady(unequal.model, Schedule.ROLLPLEX, eval_prompts=3, **replay)
+    data = wanted.data.model_copy(update={"eval": wanted.data.train})
+    wanted = wanted.model_copy(update={"data": data})
+    (actual,) = await unequal.succeeded({"one-group": wanted})
+    assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
+    groups = [(step["mode"], step["metrics"]["groups"]) for step in actual.steps]
+    assert groups == [("eval", 3), ("train", 1), ("train", 1), ("eval", 3)]
+
+
+async def test_ranks_of_both_degrees_read_the_same_weights(unequal):
     wanted = steady(unequal.model, Schedule.SERIAL, steps=50)
     async with unequal.node.client() as client:
         run = await client.create_run(wanted, run_dir=unequal.folder / "verified")
@@ -121,12 +181,13 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
         await client.stop(run.run_id)
         assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
     taken = sum(one.size_bytes for one in ledger.entries if one.name.partition("/")[0] in WEIGHTS)
-    planned = weights_bytes(unequal.model, degrees)
-    assert planned <= taken <= planned + (train_tp + rollout_tp) * STORAGE_SLACK_BYTES
+    planned, services = weights_bytes(unequal), (Service.LEARNER, Service.ROLLOUT)
+    storages = sum(unequal.node.deployment.ranks(one) for one in services)
+    assert planned <= taken <= planned + storages * STORAGE_SLACK_BYTES
     assert report.differences == ()
     policy = {one.consumer: one.checksums for one in report.read if one.role is ModelRole.POLICY}
-    ranks = {Service.LEARNER: train_tp, Service.PREFIX_ENCODER: train_tp}
-    ranks[Service.ROLLOUT] = rollout_tp
+    readers = (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT)
+    ranks = {service: unequal.node.deployment.ranks(service) for service in readers}
     assert policy.keys() == {f"{name}/{r}" for name, count in ranks.items() for r in range(count)}
     pieces = {
         service: {key for rank in range(count) for key in policy[f"{service}/{rank}"]}
@@ -135,14 +196,16 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
     assert pieces[Service.LEARNER] == pieces[Service.PREFIX_ENCODER] == pieces[Service.ROLLOUT]
 
 
-async def test_a_run_survives_the_death_of_any_rank(unequal, degrees):
-    train_tp, rollout_tp = degrees
-    blows = (
-        (Striker.window, f"rollout/{rollout_tp - 1}"),
-        (Striker.learner_accumulates, f"learner/{train_tp - 1}"),
-        (Striker.updating, f"learner/{train_tp - 1}"),
+async def test_a_run_survives_the_death_of_any_rank(unequal):
+    last = {service: unequal.node.deployment.ranks(service) - 1 for service in Service}
+    blows = [
+        (Striker.window, f"rollout/{last[Service.ROLLOUT]}"),
+        (Striker.learner_accumulates, f"learner/{last[Service.LEARNER]}"),
+        (Striker.updating, f"learner/{last[Service.LEARNER]}"),
         (Striker.durable, "learner/0"),
-        (Striker.begun, "rollout/0"),
-    )
+    ]
+    if unequal.node.deployment.dp == 1:
+        # One prefix-encoder can be held for it, not those of several replicas.
+        blows.append((Striker.begun, "rollout/0"))
     wanted = steady(unequal.model, Schedule.ROLLPLEX, steps=12)
     await assert_survives(unequal, wanted, blows)

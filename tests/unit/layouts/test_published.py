@@ -34,7 +34,13 @@ def of_layouts(name, train, rollout, train_tp, rollout_tp):
 
 def services(name, train_tp, rollout_tp):
     shape = read_shape(name)
-    return node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=2)
+    return node_plan(
+        shape,
+        train_tp=train_tp,
+        rollout_tp=rollout_tp,
+        element_bytes=2,
+        rollout_replicas=max(1, train_tp // rollout_tp),
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from common.ids import Participant, RunId, Service, WeightsVersion
 from common.layouts.node import gatherers, node_plan, training_sharing
 from common.step.partners import Partners
+from common.step.place import Place
 from common.tensors.errors import StaleVersion
 from common.tensors.views import tensor_view
 from common.vlm.parallel.model import config_shape
@@ -30,6 +32,8 @@ TRAIN, ROLLOUT_RANKS = 2, 1
 PARTNERS = Partners({Service.LEARNER: TRAIN, Service.ROLLOUT: ROLLOUT_RANKS})
 ROLLOUT = Participant(service=Service.ROLLOUT)
 LEARNERS = PARTNERS.all(Service.LEARNER)
+REPLICATED = replace(PARTNERS, replicas={Service.LEARNER: 2, Service.ROLLOUT: 4})
+READERS = REPLICATED.everyone(Service.ROLLOUT)
 V1, V2 = WeightsVersion(1), WeightsVersion(2)
 SOON_S = 10.0
 
@@ -43,22 +47,36 @@ def folder(tmp_path):
 class Training:
     """The learner's ranks: a storage each."""
 
-    def __init__(self, shape) -> None:
+    def __init__(self, shape, partners=PARTNERS, *, replica=0) -> None:
+        """Args: replica: whose ranks they are."""
+        self.learners = partners.all(Service.LEARNER, replica=replica)
+        self.replica = replica
         self.whole = shape.whole
         self.model = config_shape(shape.config)
         self.storages = []
-        self.plan = node_plan(self.model, train_tp=TRAIN, rollout_tp=ROLLOUT_RANKS, element_bytes=4)
+        self.plan = node_plan(
+            self.model,
+            train_tp=TRAIN,
+            rollout_tp=ROLLOUT_RANKS,
+            element_bytes=4,
+            train_replicas=partners.replica_count(Service.LEARNER),
+            rollout_replicas=partners.replica_count(Service.ROLLOUT),
+        )
         self.parts = [
             shards(self.whole, self.model, rank=rank, degree=TRAIN) for rank in range(TRAIN)
         ]
 
     async def create(self, broker) -> None:
-        for rank, learner in enumerate(LEARNERS):
-            writers = (learner, ROLLOUT) if gatherers(self.plan, rank) else (learner,)
+        for rank, learner in enumerate(self.learners):
+            gathering = gatherers(self.plan, rank, replica=self.replica)
+            writers = [Participant(service=Service.ROLLOUT, rank=one) for one in gathering]
             spec = flat_spec(
-                self.places(rank).elements, torch.float32, readers=(ROLLOUT,), writers=writers
+                self.places(rank).elements,
+                torch.float32,
+                readers=READERS,
+                writers=(learner, *writers),
             )
-            name = POLICY_WEIGHTS if rank == 0 else f"{POLICY_WEIGHTS}/{rank}"
+            name = f"{POLICY_WEIGHTS}/{learner.rank}" if learner.rank else POLICY_WEIGHTS
             client = next((c for c in broker.clients if c.participant == learner), None)
             client = client or await broker.join(learner)
             self.storages.append(await client.open_storage(RunId("run"), name, create=spec))
@@ -82,7 +100,7 @@ class Training:
 
     def places(self, rank):
         layout = rank_layout(self.whole, self.parts[rank], rank=rank, degree=TRAIN)
-        return WeightPlaces.planned(layout, training_sharing(self.plan, rank))
+        return WeightPlaces.planned(layout, training_sharing(self.plan, rank, replica=self.replica))
 
     def spoil_gaps(self):
         """Overwrite all of the first rank's storage that is no tensor of training."""
@@ -103,19 +121,20 @@ class Training:
 
 
 @asynccontextmanager
-async def opened(broker, folder):
+async def opened(broker, folder, *, who=ROLLOUT, partners=PARTNERS):
     """The rollout's weights, in a process of its own as far as the broker knows."""
-    client = await broker.join(ROLLOUT)
+    client = await broker.join(who)
     context = RunContext(
         run_id=RunId("run"),
         recipe=recipe(folder),
         run_dir=Path("runs"),
-        participant=ROLLOUT,
+        participant=who,
         device=torch.device("cpu"),
         broker=client,
         ledger=None,
         resume_from=None,
-        partners=PARTNERS,
+        place=Place(rank=who.rank, replicas=partners.replica_count(Service.ROLLOUT)),
+        partners=partners,
     )
     weights = await ReshardedWeights.open(context, policy_shape(context))
     try:
@@ -124,8 +143,7 @@ async def opened(broker, folder):
         weights.close()
 
 
-@pytest.fixture
-async def training(broker, folder):
+def shape_of_one(folder):
     context = RunContext(
         run_id=RunId("run"),
         recipe=recipe(folder),
@@ -136,7 +154,12 @@ async def training(broker, folder):
         ledger=None,
         resume_from=None,
     )
-    training = Training(policy_shape(context))
+    return policy_shape(context)
+
+
+@pytest.fixture
+async def training(broker, folder):
+    training = Training(shape_of_one(folder))
     await training.create(broker)
     yield training
     training.close()
@@ -229,3 +252,16 @@ async def test_what_waits_for_a_version_holds_nothing_when_it_is_given_up(broker
             values = await training.publish(V2)
         with await weights.hold_read(V2):
             assert same(weights, values) == []
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+async def test_a_replica_reads_the_replica_of_training_on_its_gpus(broker, folder, rank):
+    """Of two, nobody else has weights here."""
+    who = Participant(service=Service.ROLLOUT, rank=rank)
+    second = Training(shape_of_one(folder), REPLICATED, replica=1)
+    await second.create(broker)
+    async with opened(broker, folder, who=who, partners=REPLICATED) as (weights, _):
+        values = await second.publish(V1)
+        with await weights.hold_read(V1):
+            assert same(weights, values) == []
+    second.close()
