@@ -28,6 +28,7 @@ WIDE_SIDES = (
     ((4, 1), (2, 2)),
     ((4, 1), (1, 4)),
     ((2, 2), (4, 1)),
+    ((2, 2), (1, 4)),
 )
 """Degree and replicas of training, and of the rollout."""
 VOCABULARY = 368
