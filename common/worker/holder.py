@@ -189,10 +189,8 @@ class RunHolder:
         finally:
             if governor is not None:
                 governor.close()
-            if context is not None and context.push is not None:
-                context.push.close()
-            if context is not None and context.joined is not None:
-                context.joined.leave()
+            if context is not None:
+                await in_thread(context.leave)
 
     async def close(self) -> None:
         """Give up run and link. Idempotent."""

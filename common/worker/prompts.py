@@ -65,7 +65,7 @@ def prompt_tensors(
     """Shapes of the lease of a prompt, and what fills it.
 
     Args:
-        prompt: on the host.
+        prompt: on any device.
         row_json: the row's further fields as UTF-8 JSON.
         pixels: whether all of the prompt goes along, for `whole_prompt`.
     """

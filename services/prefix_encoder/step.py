@@ -18,6 +18,7 @@ from common.step.plan import StepMode
 from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE
 from common.step.tasks import AHEAD, Task
 from common.tensors.spec import Placement
+from common.worker.device import copied_aside
 from common.worker.prompts import EMBEDDINGS, prompt_tensors, whole_prompt
 from common.worker.threads import in_thread
 from common.worker.weights import KV, REFERENCE_VERSION
@@ -123,7 +124,8 @@ class PrefixEncoderStep:
             "prompt",
             group,
             shapes,
-            fill,
+            # the event loop would wait for a job that waits for other ranks
+            lambda out: copied_aside(context.device, lambda: fill(out)),
             consumers=[*context.peers(Service.ROLLOUT), *followers],
             next_use=Task.DECODE,
             placement=Placement.HOST,
@@ -146,7 +148,7 @@ class PrefixEncoderStep:
         scope, prepared = self._scope, self._scope.view.groups[group].prepared
         assert prepared is not None
         (lease,) = await scope.acquire(prepared.prompt_lease)
-        prompt = await in_thread(lambda: whole_prompt(lease))
+        prompt = await self._run.on_device(await in_thread(lambda: whole_prompt(lease)))
         scope.give_back(lease)
         return GroupWork(prompt)
 
