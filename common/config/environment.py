@@ -32,8 +32,8 @@ _COLLECTIVES = {
     # ranks are of one node, and nothing of it is to be reached from outside
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    # it would take a tensor in a captured graph for one piece of memory, of which such a segment
-    # has several: other ranks would write past the first
+    # of a captured graph it registers tensors that lie in one piece of memory: one that grows has
+    # several, and what is one on this rank may be two on another
     "NCCL_GRAPH_REGISTER": "0",
     # whether another rank wants a dump is looked up in the rendezvous, and that is removed
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

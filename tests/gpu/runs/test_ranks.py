@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.step.schedule import Schedule
-from tests.integration.runs.recipes import relative_difference
-from tests.integration.runs.test_ranks import recorded, steady
+from tests.integration.runs.recipes import relative_difference, steady
 
 if TYPE_CHECKING:
-    from tests.integration.runs.lab import Lab
+    from tests.integration.runs.lab import Finished, Lab
 
-pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(540)]
 
 TOLERANCE = 1e-4
 """Of float32 sums in another order."""
 
 
-async def test_two_ranks_make_the_update_of_one(gpu_lab: Lab, two_gpu_lab: Lab) -> None:
-    expected = await recorded(gpu_lab)
+async def test_two_ranks_make_the_update_of_one(alone: Finished, two_gpu_lab: Lab) -> None:
     found = {}
     for schedule in (Schedule.SERIAL, Schedule.ROLLPLEX, Schedule.FUSED):
-        wanted = steady(two_gpu_lab.model, schedule, replay_from=str(expected.folder))
+        wanted = steady(two_gpu_lab.model, schedule, replay_from=str(alone.folder))
         (actual,) = await two_gpu_lab.succeeded({f"together-{schedule}": wanted})
-        found[schedule] = relative_difference(expected.tensors, actual.tensors)
+        found[schedule] = relative_difference(alone.tensors, actual.tensors)
     print(found)  # noqa: T201 - the measured differences
     assert max(found.values()) <= TOLERANCE
