@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.config.deployment import Deadlines
 from common.vlm.initialise import initialise, load_spec
 from tests.integration.runs.conftest import SPEC, VOCABULARY
 from tests.integration.runs.lab import Lab
@@ -41,7 +42,8 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Finished]:
 @pytest.fixture
 def two_gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """As `gpu_lab`, with two ranks of each service that computes, on a GPU each."""
-    with _lab(request, "gpus", train_tp=2, rollout_tp=2) as lab:
+    deadlines = Deadlines(start_s=300.0)
+    with _lab(request, "gpus", train_tp=2, rollout_tp=2, deadlines=deadlines) as lab:
         yield lab
 
 
