@@ -19,10 +19,14 @@ TOLERANCE = 1e-4
 
 
 async def test_two_ranks_make_the_update_of_one(alone: Finished, two_gpu_lab: Lab) -> None:
+    await _agree(alone, two_gpu_lab)
+
+
+async def _agree(alone: Finished, together: Lab) -> None:
     found = {}
     for schedule in (Schedule.SERIAL, Schedule.ROLLPLEX, Schedule.FUSED):
-        wanted = steady(two_gpu_lab.model, schedule, replay_from=str(alone.folder))
-        (actual,) = await two_gpu_lab.succeeded({f"together-{schedule}": wanted})
+        wanted = steady(together.model, schedule, replay_from=str(alone.folder))
+        (actual,) = await together.succeeded({f"together-{schedule}": wanted})
         found[schedule] = relative_difference(alone.tensors, actual.tensors)
     print(found)  # noqa: T201 - the measured differences
     assert max(found.values()) <= TOLERANCE
