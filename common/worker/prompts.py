@@ -13,6 +13,7 @@ import torch
 
 from common.tensors.views import tensor_view
 from common.vlm.prompt import PromptTensors
+from common.worker.device import copied_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,9 +80,13 @@ def prompt_tensors(
     if pixels:
         tensors |= prompt.named_tensors()
 
-    def fill(out: Mapping[str, torch.Tensor]) -> None:
+    def copy(out: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             out[name].copy_(tensor)
+
+    def fill(out: Mapping[str, torch.Tensor]) -> None:
+        # not behind a job of the device, which may wait for other ranks
+        copied_aside(prompt.token_ids.device, lambda: copy(out))
 
     return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, fill
 

@@ -18,7 +18,6 @@ from common.step.plan import StepMode
 from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE
 from common.step.tasks import AHEAD, Task
 from common.tensors.spec import Placement
-from common.worker.device import copied_aside
 from common.worker.prompts import EMBEDDINGS, prompt_tensors, whole_prompt
 from common.worker.threads import in_thread
 from common.worker.weights import KV, REFERENCE_VERSION
@@ -124,8 +123,7 @@ class PrefixEncoderStep:
             "prompt",
             group,
             shapes,
-            # the event loop would wait for a job that waits for other ranks
-            lambda out: copied_aside(context.device, lambda: fill(out)),
+            fill,
             consumers=[*context.peers(Service.ROLLOUT), *followers],
             next_use=Task.DECODE,
             placement=Placement.HOST,
