@@ -116,6 +116,13 @@ class RunContext:
         if self.joined is not None:
             self.joined.leave()
 
+    def abort(self) -> None:
+        """See `Ranks.abort`."""
+        if self.push is not None:
+            self.push.close()
+        if self.joined is not None:
+            self.joined.abort()
+
     def peer(self, service: Service) -> Participant:
         """The process of another service that this one reads."""
         return self.partners.partner(self.participant, service)

@@ -173,6 +173,15 @@ class Ranks:
             if mesh is not None:
                 dist.barrier(group=mesh.get_group())
 
+    def abort(self) -> None:
+        """End NCCL's kernels that wait for other ranks; for a process that ends after that.
+
+        Any thread. Blocks for as long as there are graphs with collectives in them.
+        """
+        for mesh in (self.mesh, self.replicas):
+            if mesh is not None and mesh.device_type == "cuda":
+                mesh.get_group()._get_backend(torch.device("cuda")).abort()
+
     def leave(self) -> None:
         """Give the communicators up. Idempotent."""
         if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""One of two ranks, a GPU each: joins, sums and leaves, twice; then they push weights.
+"""One of two ranks, a GPU each: joins, sums, leaves; weights are pushed, a sum is aborted.
 
 Arguments: rank, file of a rendezvous, folder for results. Saves what it saw.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ ELEMENTS = 1 << 20
 SHARE_SMS = 24
 BUCKET_BYTES = 1 << 19
 CLOSED_AFTER_S = 1.0
+ALONE_S = 8.0
 
 
 def on_a_share(group, device, rank):
@@ -121,11 +123,34 @@ async def pushed(rank, folder):
     }
 
 
+def aborted(rank, folder):
+    """How long a sum goes on that the other rank has no part in, once it is aborted."""
+    device = torch.device("cuda", rank)
+    ranks = Ranks.join(
+        folder / "aborted",
+        place=Place(rank=rank, degree=WORLD),
+        device=device,
+        collective_timeout_s=TIMEOUT_S,
+    )
+    if rank == 1:
+        time.sleep(ALONE_S)
+        return None
+    RankGroup(ranks.mesh).sum(torch.ones(ELEMENTS, device=device))
+    time.sleep(CLOSED_AFTER_S)
+    assert not torch.cuda.current_stream(device).query()
+    start_s = time.monotonic()
+    ranks.abort()
+    torch.cuda.synchronize(device)
+    return time.monotonic() - start_s
+
+
 def main(rank, folder):
     seen = {"joined": [joined(rank, folder, attempt) for attempt in range(2)]}
     seen["pushed"] = asyncio.run(pushed(rank, folder))
+    seen["aborted_s"] = aborted(rank, folder)
     seen["contexts"] = [torch._C._cuda_hasPrimaryContext(one) for one in range(WORLD)]
     (folder / f"{rank}.json").write_text(json.dumps(seen))
+    os._exit(0)
 
 
 if __name__ == "__main__":

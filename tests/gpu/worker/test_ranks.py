@@ -47,5 +47,9 @@ def test_weights_are_pushed_and_a_closed_end_waits_for_no_more(results):
         assert result["pushed"]["close_s"] < SOON_S
 
 
+def test_a_sum_that_lacks_a_rank_can_be_aborted(results):
+    assert results[0]["aborted_s"] < SOON_S / 2
+
+
 def test_a_process_has_a_context_on_its_own_gpu_alone(results):
     assert [result["contexts"] for result in results] == [[True, False], [False, True]]
