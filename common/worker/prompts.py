@@ -43,11 +43,11 @@ class PromptText:
     row: Mapping[str, Any]
     """The data set's row without its messages, for the reward functions."""
 
-    def without_pixels(self, device: torch.device) -> PromptTensors:
+    def without_pixels(self) -> PromptTensors:
         """The prompt for a prefix forward from given vision embeddings."""
         nothing = torch.zeros((0, 0))
         grids = torch.zeros((0, 3), dtype=torch.int64)
-        prompt = PromptTensors(
+        return PromptTensors(
             token_ids=self.token_ids,
             positions=self.positions,
             mm_token_type_ids=self.mm_token_type_ids,
@@ -57,7 +57,6 @@ class PromptText:
             video_grid_thw=grids,
             second_per_grid_ts=torch.zeros(0),
         )
-        return prompt.to(device)
 
 
 def prompt_tensors(
