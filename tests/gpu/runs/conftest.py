@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from tests.integration.runs.lab import Finished
 
 
+LONG = Deadlines(start_s=300.0)
+"""Twice as many processes start at a time."""
+
+
 @pytest.fixture
 def gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """A node of the test's own; its logs are printed if the test fails."""
@@ -30,7 +34,7 @@ def gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest) -> Iterator[Finished]:
     """What one rank has recorded. Its node has ended: the next one has the GPU to itself."""
     with _lab(request, "gpu") as lab:
@@ -42,8 +46,14 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Finished]:
 @pytest.fixture
 def two_gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """As `gpu_lab`, with two ranks of each service that computes, on a GPU each."""
-    deadlines = Deadlines(start_s=300.0)
-    with _lab(request, "gpus", train_tp=2, rollout_tp=2, deadlines=deadlines) as lab:
+    with _lab(request, "gpus", train_tp=2, rollout_tp=2, deadlines=LONG) as lab:
+        yield lab
+
+
+@pytest.fixture
+def two_replica_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """The same with two replicas of one rank, on a GPU each."""
+    with _lab(request, "replicas", dp=2, deadlines=LONG) as lab:
         yield lab
 
 

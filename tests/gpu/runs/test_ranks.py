@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks of every service, on a GPU each, make the update of one."""
+"""Two ranks of every service, on a GPU each, make the update of one; so do two replicas."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ TOLERANCE = 1e-4
 
 async def test_two_ranks_make_the_update_of_one(alone: Finished, two_gpu_lab: Lab) -> None:
     await _agree(alone, two_gpu_lab)
+
+
+async def test_two_replicas_make_the_update_of_one(alone: Finished, two_replica_lab: Lab) -> None:
+    await _agree(alone, two_replica_lab)
 
 
 async def _agree(alone: Finished, together: Lab) -> None:
