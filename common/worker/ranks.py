@@ -125,13 +125,18 @@ class Ranks:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            _BACKENDS[device.type],
-            init_method=f"file://{rendezvous}",
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=AGREE_TIMEOUT_S),
-        )
+        try:
+            dist.init_process_group(
+                _BACKENDS[device.type],
+                init_method=f"file://{rendezvous}",
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timedelta(seconds=AGREE_TIMEOUT_S),
+            )
+        except BaseException:
+            # Groups are named by a count, and ranks whose counts differ never find each other.
+            dist.distributed_c10d._world.group_count = 0
+            raise
         everyone = range(place.world)
         groups = [everyone[first:][: place.degree] for first in everyone[:: place.degree]]
         across = [everyone[first :: place.degree] for first in everyone[: place.degree]]
