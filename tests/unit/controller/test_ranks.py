@@ -87,11 +87,27 @@ def test_sglang_has_one_rank(model):
     python = sys.executable
     check_ranks(wanted, node(1, engine_python=python))
     replicas = Deployment(dp=2, engine_python=python)
-    for several, name in ((node(2, engine_python=python), "train_tp"), (replicas, "dp")):
+    engines = Deployment(rollout_dp=2, engine_python=python)
+    several_of = ((node(2, engine_python=python), "train_tp"), (replicas, "dp"))
+    for several, name in (*several_of, (engines, "rollout_dp")):
         with pytest.raises(InvalidArgument, match=rf'rollout\.engine = "sglang".*{name} = 2'):
             check_ranks(wanted, several)
     with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
         check_ranks(wanted, node(1))
+
+
+def test_a_rollout_of_other_replicas_is_not_pushed_to(tmp_path):
+    wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
+    refused = r'"disaggregated" on a node with .*dp = 1, .* and rollout_dp = 2: .*replicas'
+    with pytest.raises(InvalidArgument, match=refused):
+        check_ranks(wanted, Deployment(rollout_dp=2))
+
+
+@pytest.mark.parametrize("schedule", set(Schedule) - OWN_WEIGHTS)
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 4)], ids=str)
+def test_replicas_of_another_number_run_every_other_schedule(tmp_path, schedule, replicas):
+    node = Deployment(dp=replicas[0], rollout_dp=replicas[1])
+    check_ranks(recipe(tmp_path / "absent", schedule), node)
 
 
 def test_replicas_may_drop_groups_and_push_weights(model):

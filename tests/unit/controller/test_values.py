@@ -10,7 +10,8 @@ import pytest
 from common.config.loading import check
 from common.config.recipe import Recipe
 from common.errors import InvalidArgument, ResourceExhausted
-from common.ids import Epoch, StepIndex, WeightsVersion
+from common.ids import Epoch, Service, StepIndex, WeightsVersion
+from common.step.partners import Partners
 from common.step.place import Place
 from common.step.plan import StepMode
 from common.vlm.tiny import tiny_config
@@ -206,15 +207,25 @@ def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
 
 
 @pytest.mark.parametrize(
-    ("rollout_ranks", "elements"),
-    # Two ranks have the joined projections of two blocks once more.
-    [(None, None), (1, None), (2, 2 * 3 * 64 * (64 + 1))],
+    ("rollout", "elements"),
+    # Two ranks have the joined projections of two blocks once more, in every replica.
+    [
+        (None, None),
+        ((1, 1), None),
+        ((1, 2), None),
+        ((2, 1), 2 * 3 * 64 * (64 + 1)),
+        ((2, 3), 3 * 2 * 3 * 64 * (64 + 1)),
+    ],
+    ids=str,
 )
-def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout_ranks, elements):
+def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout, elements):
     tower = {"vision_hidden_size": 64, "vision_heads": 2}
     (model / "config.json").write_text(json.dumps(tiny_config(**tower).to_dict()))
     recipe = _recipe(model={"path": str(model)})
-    needed = needed_bytes(recipe, device="cpu", place=Place(), rollout_ranks=rollout_ranks)
+    partners = None
+    if rollout is not None:
+        partners = Partners({Service.ROLLOUT: rollout[0]}, {Service.ROLLOUT: rollout[1]})
+    needed = needed_bytes(recipe, device="cpu", place=Place(), partners=partners)
     bytes_ = None if elements is None else 4 * elements
     assert needed.get("rollout.weights") == bytes_
 

@@ -27,7 +27,10 @@ def shared(replicas=2, **options):
     """A plan whose groups are the replicas' in turn."""
     made = plan(Schedule.SERIAL, **options)
     bound = {
-        kind: tuple(replace(group, replica=group.group % replicas) for group in getattr(made, kind))
+        kind: tuple(
+            replace(group, replica=group.group % replicas, rollout_replica=group.group % replicas)
+            for group in getattr(made, kind)
+        )
         for kind in ("groups", "ahead")
     }
     return replace(made, **bound)
