@@ -157,10 +157,14 @@ async def same_responses(alone, unequal):
 
 async def test_a_replica_of_either_side_may_have_no_group(alone, unequal):
     expected = await recorded(alone, groups=1)
-    replay = {"prompts_per_step": 1, "replay_from": str(expected.folder)}
-    wanted = steady(unequal.model, Schedule.ROLLPLEX, eval_prompts=3, **replay)
-    data = wanted.data.model_copy(update={"eval": wanted.data.train})
-    wanted = wanted.model_copy(update={"data": data})
+    wanted = steady(
+        unequal.model,
+        Schedule.ROLLPLEX,
+        data={"eval": "rollplex.verify.task:rows"},
+        prompts_per_step=1,
+        eval_prompts=3,
+        replay_from=str(expected.folder),
+    )
     (actual,) = await unequal.succeeded({"one-group": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
     groups = [(step["mode"], step["metrics"]["groups"]) for step in actual.steps]
