@@ -30,7 +30,7 @@ SERVICE = """
     model, python, folder = map(Path, sys.argv[1:])
     engine = Policy.of(model).engine(python, folder)
     engine.prepare()
-    print(json.dumps(engine.pid), flush=True)
+    print(json.dumps(engine.driver.pid), flush=True)
     time.sleep(1000)
 """
 
@@ -70,11 +70,11 @@ def test_a_silent_engine_is_ended_and_started_again(folder, engine_python, tmp_p
         try:
             engine.prepare()
             assert engine.trouble == ""
-            processes = group_of(engine.pid)
+            processes = group_of(engine.driver.pid)
             engine.begin_step(policy.spec(max_new_tokens=300))
             engine.add_group(policy.request(0, prompt))
             engine.admit_next()
-            os.killpg(engine.pid, signal.SIGSTOP)
+            os.killpg(engine.driver.pid, signal.SIGSTOP)
             with pytest.raises(EngineGone, match="no token within"):
                 wait_for_ever(engine)
             assert asyncio.run(gone(processes, within_s=GONE_S)) == set()
@@ -83,7 +83,7 @@ def test_a_silent_engine_is_ended_and_started_again(folder, engine_python, tmp_p
             (finished,) = run_step(engine, policy.spec(), [policy.request(0, prompt)])
             assert finished.lengths.tolist() == [6] * SAMPLES
             assert engine.trouble == ""
-            processes = group_of(engine.pid)
+            processes = group_of(engine.driver.pid)
         finally:
             engine.close()
         assert asyncio.run(gone(processes, within_s=GONE_S)) == set()

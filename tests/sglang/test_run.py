@@ -20,7 +20,7 @@ from common.errors import DeadlineExceeded
 from common.step.schedule import Schedule
 from common.vlm.initialise import initialise, load_spec
 from rollplex.models import RunState
-from services.rollout.engines.choice import RESERVATION
+from services.rollout.engines.sglang.make import RESERVATION
 from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.node import REPOSITORY, Node, children, deployment, gone
 from tests.integration.runs.recipes import recipe

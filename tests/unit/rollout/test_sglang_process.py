@@ -30,6 +30,7 @@ def settings(**others):
         "model_path": "/nowhere",
         "device": "cpu",
         "gpu": 0,
+        "ranks": 1,
         "dtype": "float32",
         "seed": 0,
         "max_requests": 1,
@@ -98,7 +99,8 @@ def test_an_interpreter_that_is_not_there():
 
 def test_an_environment_without_sglang_is_named():
     host = EngineHost(Path(sys.executable), deadline_s=DEADLINE_S)
-    body = {"settings": settings(), "layout": "", "memory": None}
+    ranks = [{"layout": "", "memory": None}]
+    body = {"settings": settings(), "ranks": ranks}
     try:
         with pytest.raises(EngineRefused, match="No module named 'sglang'"):
             host.ask(Frame(kind=START, body=body))
