@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
-from services.rollout.engines.errors import EngineStateInvalid
+from services.rollout.engines.errors import EngineGone, EngineStateInvalid
 from services.rollout.engines.sglang import messages
 from services.rollout.engines.sglang.folder import engine_folder
 from services.rollout.engines.sglang.process import EngineHost
@@ -196,8 +197,10 @@ class HostDriver:
     def abort(self, *, decoding: bool) -> None:
         """See `Driver.abort`."""
         if decoding and self._running:
-            # what still comes of the step is not wanted
-            self._alive.ask(Frame(kind=messages.ABORT), meanwhile=lambda _: None)
+            # nothing comes of processes that end meanwhile
+            with contextlib.suppress(EngineGone):
+                # what still comes of the step is not wanted
+                self._alive.ask(Frame(kind=messages.ABORT), meanwhile=lambda _: None)
 
     def release(self) -> None:
         """See `Driver.release`."""

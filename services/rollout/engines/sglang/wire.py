@@ -95,8 +95,10 @@ def receive(channel: socket.socket) -> Frame:
 
 def has_frame(channel: socket.socket, *, within_s: float) -> bool:
     """Whether a frame, or the channel's end, comes within this time."""
-    readable, _, _ = select.select([channel], [], [], within_s)
-    return bool(readable)
+    # not `select`, which takes no descriptor beyond 1023
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 def _exactly(channel: socket.socket, size_bytes: int) -> bytes:

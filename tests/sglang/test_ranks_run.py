@@ -1,0 +1,89 @@
+"""Whole runs with SGLang over two ranks, on a node with two ranks of each service."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from common.events.bodies import ModelRole
+from common.step.schedule import Schedule
+from common.vlm.initialise import initialise, load_spec
+from rollplex.models import RunState
+from tests.integration.runs.lab import Lab, reach
+from tests.integration.runs.node import REPOSITORY
+from tests.integration.runs.recipes import final_tensors, relative_difference, steady
+from tests.sglang.conftest import VOCABULARY
+from tests.sglang.node import node_with_sglang
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
+
+RANKS = 2
+START_S = 900.0
+BOUND = 1e-4
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def lab(request, engine_python, tmp_path_factory):
+    spec = load_spec(REPOSITORY / "rollplex" / "verify" / "model.toml")
+    tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
+    model = tmp_path_factory.mktemp("model") / "tiny"
+    initialise(spec.model_copy(update={"tokenizer": tokenizer}), model)
+    ranks = {"train_tp": RANKS, "rollout_tp": RANKS}
+    with node_with_sglang(request, engine_python, start_s=START_S, **ranks) as node:
+        yield Lab(node, model)
+
+
+def wanted(lab, engine):
+    recipe = steady(lab.model, Schedule.ROLLPLEX, steps=STEPS)
+    rollout = recipe.rollout.model_dump() | {"engine": engine}
+    if engine == "sglang":
+        rollout["sglang"] = {"logprob_bound": BOUND, "start_s": START_S}
+    return type(recipe).model_validate(recipe.model_dump() | {"rollout": rollout})
+
+
+async def test_two_ranks_make_the_update_of_the_native_engine(lab):
+    native, sglang = await lab.succeeded(
+        {engine: wanted(lab, engine) for engine in ("native", "sglang")}
+    )
+    assert relative_difference(native.tensors, sglang.tensors) <= 1e-5
+    for step, theirs in zip(sglang.steps, native.steps, strict=True):
+        assert 0 < step["metrics"]["mismatch_abs_max"] < BOUND
+        assert step["metrics"]["response_tokens"] == theirs["metrics"]["response_tokens"]
+    up = [line for line in lab.node.log("rollout-0").splitlines() if "SGLang is up" in line]
+    assert [json.loads(line)["copied_bytes"] for line in up] == [0]
+    assert "SGLang is up" not in lab.node.log("rollout-1")
+
+
+async def test_a_run_outlives_a_rank_and_a_process_of_its_engine(lab):
+    (calm,) = await lab.succeeded({"sglang": wanted(lab, "sglang")})
+    async with lab.node.client() as client:
+        run = await client.create_run(wanted(lab, "sglang"), run_dir=lab.folder / "killed")
+        await reach(client, run.run_id, RunState.RUNNING, steps=1)
+        await client.pause(run.run_id)
+        await reach(client, run.run_id, RunState.PAUSED)
+        report = await client.verify_weights()
+        assert report.differences == ()
+        read = {one.consumer for one in report.read if one.role is ModelRole.POLICY}
+        assert {f"rollout/{rank}" for rank in range(RANKS)} <= read
+        await client.resume(run.run_id)
+        os.kill(lab.node.pid("rollout/1"), signal.SIGKILL)
+        await reach(client, run.run_id, RunState.RUNNING, steps=2)
+        os.kill(second_scheduler(lab.node.pid("rollout/0")), signal.SIGKILL)
+        run = await client.wait_run(run.run_id)
+    assert run.state is RunState.SUCCEEDED, run.reason
+    assert relative_difference(calm.tensors, final_tensors(lab.folder / "killed")) <= 1e-5
+
+
+def second_scheduler(rollout: int) -> int:
+    """Pid of SGLang's process of the second rank."""
+    (found,) = [
+        child.pid
+        for child in psutil.Process(rollout).children(recursive=True)
+        if child.cmdline() == ["sglang::scheduler_TP1"]
+    ]
+    return found
