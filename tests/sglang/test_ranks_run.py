@@ -1,10 +1,10 @@
-"""Whole runs with SGLang over two ranks, on a node with two ranks of each service."""
+"""Whole runs with SGLang where each service has two processes: ranks, or replicas."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -22,20 +22,33 @@ from tests.sglang.node import node_with_sglang
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
 
 RANKS = 2
+NODES = {
+    "ranks": ({"train_tp": RANKS, "rollout_tp": RANKS}, [1, 0]),
+    "replicas": ({"dp": RANKS}, [1, 1]),
+}
+"""Settings of the deployment, and how many engines each process of the rollout starts in a run."""
 START_S = 900.0
 BOUND = 1e-4
 STEPS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Several:
+    """A lab, and how many engines each process of its rollout starts in a run."""
+
+    lab: Lab
+    engines: list[int]
+
+
 @pytest.fixture(scope="module")
-def lab(request, engine_python, tmp_path_factory):
+def several(request, engine_python, tmp_path_factory):
     spec = load_spec(REPOSITORY / "rollplex" / "verify" / "model.toml")
     tokenizer = spec.tokenizer.model_copy(update={"fill_to_tokens": VOCABULARY})
     model = tmp_path_factory.mktemp("model") / "tiny"
     initialise(spec.model_copy(update={"tokenizer": tokenizer}), model)
-    ranks = {"train_tp": RANKS, "rollout_tp": RANKS}
-    with node_with_sglang(request, engine_python, start_s=START_S, **ranks) as node:
-        yield Lab(node, model)
+    settings, engines = NODES[request.param]
+    with node_with_sglang(request, engine_python, start_s=START_S, **settings) as node:
+        yield Several(Lab(node, model), engines)
 
 
 def wanted(lab, engine):
@@ -46,7 +59,9 @@ def wanted(lab, engine):
     return type(recipe).model_validate(recipe.model_dump() | {"rollout": rollout})
 
 
-async def test_two_ranks_make_the_update_of_the_native_engine(lab):
+@pytest.mark.parametrize("several", NODES, indirect=True)
+async def test_the_update_is_that_of_the_native_engine(several):
+    lab = several.lab
     native, sglang = await lab.succeeded(
         {engine: wanted(lab, engine) for engine in ("native", "sglang")}
     )
@@ -54,12 +69,16 @@ async def test_two_ranks_make_the_update_of_the_native_engine(lab):
     for step, theirs in zip(sglang.steps, native.steps, strict=True):
         assert 0 < step["metrics"]["mismatch_abs_max"] < BOUND
         assert step["metrics"]["response_tokens"] == theirs["metrics"]["response_tokens"]
-    up = [line for line in lab.node.log("rollout-0").splitlines() if "SGLang is up" in line]
-    assert [json.loads(line)["copied_bytes"] for line in up] == [0]
-    assert "SGLang is up" not in lab.node.log("rollout-1")
+    for rank, engines in enumerate(several.engines):
+        lines = lab.node.log(f"rollout-{rank}").splitlines()
+        up = [line for line in lines if "SGLang is up" in line]
+        assert len(up) == engines
+        assert all("copied_bytes=0" in line for line in up)
 
 
-async def test_a_run_outlives_a_rank_and_a_process_of_its_engine(lab):
+@pytest.mark.parametrize("several", ["ranks"], indirect=True)
+async def test_a_run_outlives_a_rank_and_a_process_of_its_engine(several):
+    lab = several.lab
     (calm,) = await lab.succeeded({"sglang": wanted(lab, "sglang")})
     async with lab.node.client() as client:
         run = await client.create_run(wanted(lab, "sglang"), run_dir=lab.folder / "killed")
