@@ -1,4 +1,4 @@
-"""Nodes whose rollout has an interpreter with SGLang."""
+"""Nodes whose rollout has an interpreter with SGLang, and its processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from common.config.deployment import Deadlines
 from tests.integration.runs.node import Node, deployment
@@ -48,3 +50,13 @@ def node_with_sglang(
             node.stop()
             if request.session.testsfailed > failed_before:
                 sys.stdout.write(node.complaints())
+
+
+def scheduler(ancestor: int, *, rank: int) -> int:
+    """Pid of SGLang's process of a rank, below a process."""
+    (found,) = [
+        child.pid
+        for child in psutil.Process(ancestor).children(recursive=True)
+        if child.cmdline()[:1] == [f"sglang::scheduler_TP{rank}"]
+    ]
+    return found

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
 
 from common.vlm.tiny import tiny_prompt
 from services.rollout.engines.errors import EngineGone
-from tests.integration.runs.node import gone
+from tests.integration.runs.node import children, gone
 from tests.sglang.policy import SAMPLES, Policy, run_step
 
 pytestmark = pytest.mark.sglang
@@ -61,6 +62,23 @@ def test_a_killed_service_leaves_no_process(folder, engine_python, tmp_path):
         assert len(processes) > 2
         service.kill()
     assert asyncio.run(gone(processes, within_s=GONE_S)) == set()
+
+
+@pytest.mark.parametrize("processes", [1, 3], ids=["the host alone", "with SGLang's own"])
+def test_a_service_killed_while_they_start_leaves_no_process(
+    processes, folder, engine_python, tmp_path
+):
+    command = [sys.executable, "-c", textwrap.dedent(SERVICE)]
+    command += map(str, (folder, engine_python, tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as service:
+        started: set[int] = set()
+        while len(started) < processes:
+            time.sleep(0.01)
+            hosts = [pid for pid in children(service.pid) if _group(pid) == pid]
+            started = set().union(*map(group_of, hosts))
+        service.kill()
+    assert asyncio.run(gone(started, within_s=GONE_S)) == set()
+    assert set().union(*map(group_of, hosts)) == set()
 
 
 def test_a_silent_engine_is_ended_and_started_again(folder, engine_python, tmp_path):

@@ -14,6 +14,7 @@ from common.vlm.tiny import tiny_prompt
 from services.rollout.engines.errors import EngineGone
 from services.rollout.engines.native import NativeEngine
 from tests.sglang.conftest import Running
+from tests.sglang.node import scheduler
 from tests.sglang.policy import SAMPLES, Policy, run_step
 from tests.sglang.test_processes import wait_for_ever
 from tests.sglang.test_sampling import BOUND, PROMPTS
@@ -74,10 +75,8 @@ def test_the_end_of_one_of_its_processes_is_noticed(split):
     engine.admit_next()
     while not engine.run_iteration().rows:
         pass
-    host = psutil.Process(engine.driver.pid)
-    children = host.children(recursive=True)
-    (second,) = [one for one in children if one.cmdline() == ["sglang::scheduler_TP1"]]
-    os.kill(second.pid, signal.SIGKILL)
+    children = psutil.Process(engine.driver.pid).children(recursive=True)
+    os.kill(scheduler(engine.driver.pid, rank=1), signal.SIGKILL)
     with pytest.raises(EngineGone):
         wait_for_ever(engine)
     assert "have ended" in engine.trouble

@@ -6,7 +6,6 @@ import os
 import signal
 from dataclasses import dataclass
 
-import psutil
 import pytest
 
 from common.events.bodies import ModelRole
@@ -17,7 +16,7 @@ from tests.integration.runs.lab import Lab, reach
 from tests.integration.runs.node import REPOSITORY
 from tests.integration.runs.recipes import final_tensors, relative_difference, steady
 from tests.sglang.conftest import VOCABULARY
-from tests.sglang.node import node_with_sglang
+from tests.sglang.node import node_with_sglang, scheduler
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
 
@@ -92,17 +91,7 @@ async def test_a_run_outlives_a_rank_and_a_process_of_its_engine(several):
         await client.resume(run.run_id)
         os.kill(lab.node.pid("rollout/1"), signal.SIGKILL)
         await reach(client, run.run_id, RunState.RUNNING, steps=2)
-        os.kill(second_scheduler(lab.node.pid("rollout/0")), signal.SIGKILL)
+        os.kill(scheduler(lab.node.pid("rollout/0"), rank=1), signal.SIGKILL)
         run = await client.wait_run(run.run_id)
     assert run.state is RunState.SUCCEEDED, run.reason
     assert relative_difference(calm.tensors, final_tensors(lab.folder / "killed")) <= 1e-5
-
-
-def second_scheduler(rollout: int) -> int:
-    """Pid of SGLang's process of the second rank."""
-    (found,) = [
-        child.pid
-        for child in psutil.Process(rollout).children(recursive=True)
-        if child.cmdline() == ["sglang::scheduler_TP1"]
-    ]
-    return found

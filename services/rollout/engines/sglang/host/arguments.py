@@ -79,11 +79,14 @@ def engine_environment(settings: EngineSettings, weights_address: str) -> dict[s
 
 
 def _cpu_environment(ranks: int) -> dict[str, str]:
-    """SGLang asks for the cores of each rank where there are more ranks than NUMA nodes."""
+    """SGLang asks for the cores of each rank where there are more ranks than NUMA nodes.
+
+    Nothing is compiled: a process that is killed over it leaves a torn library for all that follow.
+    """
     cores = sorted(os.sched_getaffinity(0))
     bound = (str(cores[rank % len(cores)]) for rank in range(ranks))
     several = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(bound)} if ranks > 1 else {}
-    return {"SGLANG_USE_CPU_ENGINE": "1", **several}
+    return {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **several}
 
 
 def _saves_memory(settings: EngineSettings) -> bool:
