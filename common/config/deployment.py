@@ -15,6 +15,7 @@ from common.config.base import ConfigError, FrozenConfig
 from common.config.environment import read_environment
 from common.config.loading import load_config
 from common.ids import WORKERS, Participant, Service
+from common.step.gpus import shared_gpu
 from common.step.partners import Partners
 from common.step.place import Place
 
@@ -103,8 +104,12 @@ class Deployment(FrozenConfig):
     rollout_tp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
     """Tensor-parallel ranks of the rollout, as many as train_tp or not; as for train_tp."""
     dp: int = Field(default=1, ge=1, le=_RANKS_LIMIT)
-    """Data-parallel replicas of those ranks, each with groups of its own in every step: so many
-    times as many processes. More than 1 needs device = "cpu" (docs/parallel.md)."""
+    """Data-parallel replicas of training's ranks, each with groups of its own in every step: so
+    many times as many processes, and with device = "cuda" GPUs (docs/parallel.md)."""
+    rollout_dp: int | None = Field(default=None, ge=1, le=_RANKS_LIMIT)
+    """Replicas of the rollout's ranks, likewise; dp has to be a multiple of it, or it of dp. Unset:
+    as many as fill training's GPUs, train_tp * dp / rollout_tp. Others than that, or a rollout_tp
+    other than train_tp, need device = "cpu"."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
     """What the workers compute on."""
     rollout_gpus: Literal["shared", "own"] = "shared"
@@ -154,34 +159,29 @@ class Deployment(FrozenConfig):
         return None if path is None else path.expanduser().absolute()
 
     @model_validator(mode="after")
-    def _ranks_are_served(self) -> Self:
-        apart = self.train_tp != self.rollout_tp
-        if apart and (self.device != "cpu" or self.governor == "on"):
+    def _sides_go_together(self) -> Self:
+        sides = (
+            f"train_tp = {self.train_tp} and dp = {self.dp} with rollout_tp = {self.rollout_tp} "
+            f"and rollout_dp = {self.rollout_replicas}"
+        )
+        if self.dp % self.rollout_replicas and self.rollout_replicas % self.dp:
             raise ValueError(
-                f"train_tp = {self.train_tp} with rollout_tp = {self.rollout_tp}: degrees that "
-                f'differ run on device = "cpu" without a governor; device = {self.device!r}, '
-                f"governor = {self.governor!r}: set both to the same number"
+                f"{sides}: replicas share groups where dp is a multiple of rollout_dp, or it of "
+                "dp; set rollout_dp to such a number"
             )
-        if apart and self.dp > 1:
+        differ = (self.train_tp, self.dp) != (self.rollout_tp, self.rollout_replicas)
+        if differ and (self.device != "cpu" or self.governor == "on"):
             raise ValueError(
-                f"dp = {self.dp} with train_tp = {self.train_tp} and rollout_tp = "
-                f"{self.rollout_tp}: several replicas run with equal degrees only"
+                f'{sides}: sides that differ run on device = "cpu" without a governor; device = '
+                f"{self.device!r}, governor = {self.governor!r}: set both degrees to the same "
+                "number, and leave rollout_dp unset"
             )
-        if self.train_tp * self.dp > _RANKS_LIMIT:
-            raise ValueError(
-                f"dp = {self.dp} with train_tp = {self.train_tp}: a service has at most "
-                f"{_RANKS_LIMIT} processes; lower one of them"
-            )
-        if self.dp > 1 and self.device != "cpu":
-            raise ValueError(
-                f"dp = {self.dp} with device = {self.device!r}: several replicas run on "
-                'device = "cpu" only; set dp = 1'
-            )
-        if self.dp > 1 and self.governor == "on":
-            raise ValueError(
-                f'dp = {self.dp} with governor = "on": jobs of several replicas do not take turns; '
-                'set governor = "off"'
-            )
+        for service in (Service.LEARNER, Service.ROLLOUT):
+            if self.ranks(service) > _RANKS_LIMIT:
+                raise ValueError(
+                    f"{sides}: a service has at most {_RANKS_LIMIT} processes, and {service} "
+                    f"{self.ranks(service)}; lower one of them"
+                )
         return self
 
     @property
@@ -203,7 +203,7 @@ class Deployment(FrozenConfig):
 
     def ranks(self, service: Service) -> int:
         """Processes of a service."""
-        return self.degree(service) * (self.dp if service in WORKERS else 1)
+        return self.degree(service) * self.replicas(service)
 
     def degree(self, service: Service) -> int:
         """Tensor-parallel ranks of one replica of a service."""
@@ -211,15 +211,34 @@ class Deployment(FrozenConfig):
             return self.train_tp
         return self.rollout_tp if service is Service.ROLLOUT else 1
 
+    def replicas(self, service: Service) -> int:
+        """Replicas of a service."""
+        if service in _TRAINING:
+            return self.dp
+        return self.rollout_replicas if service is Service.ROLLOUT else 1
+
+    @property
+    def rollout_replicas(self) -> int:
+        """Replicas of the rollout, the default worked out."""
+        if self.rollout_dp is not None:
+            return self.rollout_dp
+        return max(1, self.train_tp * self.dp // self.rollout_tp)
+
     @property
     def partners(self) -> Partners:
         """Which ranks of the services work with each other."""
-        return Partners({service: self.degree(service) for service in WORKERS})
+        return Partners(
+            {service: self.degree(service) for service in WORKERS},
+            {service: self.replicas(service) for service in WORKERS},
+        )
 
     def place(self, participant: Participant) -> Place:
         """Where a process that computes stands among those of its service."""
-        degree = self.degree(participant.service)
-        return Place(rank=participant.rank, degree=degree, replicas=self.dp)
+        return Place(
+            rank=participant.rank,
+            degree=self.degree(participant.service),
+            replicas=self.replicas(participant.service),
+        )
 
     def placement(self, service: Service) -> ServicePlacement:
         """The placement of a service, defaults included."""
@@ -258,7 +277,7 @@ class Deployment(FrozenConfig):
         if self.device != "cuda":
             return 0
         if self.apart:
-            return self.train_tp + self.rollout_tp
+            return self.ranks(Service.LEARNER) + self.ranks(Service.ROLLOUT)
         return max(self.ranks(service) for service in WORKERS)
 
     @property
@@ -268,8 +287,10 @@ class Deployment(FrozenConfig):
 
     def gpu(self, participant: Participant) -> int:
         """Which of the node's GPUs a worker computes on, of those that its process sees."""
-        behind = self.train_tp if self.apart and participant.service is Service.ROLLOUT else 0
-        return behind + participant.rank
+        if self.apart:
+            behind = self.ranks(Service.LEARNER) if participant.service is Service.ROLLOUT else 0
+            return behind + participant.rank
+        return shared_gpu(self.partners, participant)
 
     @property
     def worker_threads(self) -> int:

@@ -28,7 +28,7 @@ class StepBegan:
     plan: StepPlan
     lease_room_bytes: Mapping[str, int] = field(default_factory=dict)
     """By arena, ``cpu`` or a GPU's UUID: what the step's leases may come to together. Replicas have
-    equal shares of it."""
+    equal shares of the host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from common.governor.rates import Rates
 from common.step.tasks import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 
@@ -135,6 +135,8 @@ def _mean(entries: Sequence[CoRun], sms: int) -> Rates:
 def load_table(path: Path) -> CoRunTable:
     """Read a table from TOML or JSON, or from all JSON files of a folder.
 
+    What several files of a folder have, as those of several replicas do, is their mean.
+
     Raises: ConfigError, also where the files of a folder are about different GPUs.
     """
     if not path.is_dir():
@@ -149,9 +151,26 @@ def load_table(path: Path) -> CoRunTable:
     merged = {
         "device": tables[0].device,
         "device_sms": sizes[0],
-        "entries": [entry for table in tables for entry in table.entries],
+        "entries": _means(entry for table in tables for entry in table.entries),
     }
     return check(CoRunTable, merged, source=str(path))
+
+
+def _means(entries: Iterable[CoRun]) -> list[CoRun]:
+    """One of each task, rows and sms, in the order in which they come first."""
+    found: dict[tuple[Task | None, int, int], list[CoRun]] = {}
+    for entry in entries:
+        found.setdefault((entry.task, entry.rows, entry.sms), []).append(entry)
+    return [
+        CoRun(
+            task=task,
+            rows=rows,
+            sms=sms,
+            gain=statistics.fmean(one.gain for one in alike),
+            background_rate=statistics.fmean(one.background_rate for one in alike),
+        )
+        for (task, rows, sms), alike in found.items()
+    ]
 
 
 _RATES = {

@@ -20,6 +20,7 @@ from common.events import Event, bodies
 from common.ids import Participant
 from common.step.place import Place
 from common.step.view import StepView
+from common.tensors.device import HOST
 
 if TYPE_CHECKING:
     from common.ids import GroupId
@@ -166,7 +167,7 @@ class StepMachine:
             began.plan,
             needs_reference=self._needs_reference,
             lease_room_bytes={
-                device: size_bytes // self._place.replicas
+                device: self._share_of(device, size_bytes)
                 for device, size_bytes in began.lease_room_bytes.items()
             },
             place=self._place,
@@ -174,6 +175,10 @@ class StepMachine:
             whose=self._participant,
         )
         return [StartStep(plan=began.plan), *self._start_tasks()]
+
+    def _share_of(self, device: str, size_bytes: int) -> int:
+        """Of the host's room all replicas have equal shares; no two have ranks on one GPU."""
+        return size_bytes // self._place.replicas if device == HOST else size_bytes
 
     def _end(self, reason: str) -> list[Instruction]:
         if self.view is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
+from common.ids import Epoch, GroupId, RunId, Service, StepIndex, WeightsVersion
 from common.step.schedule import Schedule
 from protos.rollplex.v1 import common_pb2 as pb
 
@@ -51,7 +51,13 @@ class PlannedGroup:
     split: str
     sample: int
     replica: int = 0
-    """Which data-parallel replica does all work of the group."""
+    """Which data-parallel replica of training does its part of the group."""
+    rollout_replica: int = 0
+    """Which replica of the rollout decodes it."""
+
+    def replica_of(self, service: Service) -> int:
+        """The replica of a service that works on the group."""
+        return self.rollout_replica if service is Service.ROLLOUT else self.replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +114,25 @@ class StepPlan:
 
 def _groups_to_proto(groups: Iterable[PlannedGroup]) -> list[pb.PlannedGroup]:
     return [
-        pb.PlannedGroup(group=g.group, split=g.split, sample=g.sample, replica=g.replica)
+        pb.PlannedGroup(
+            group=g.group,
+            split=g.split,
+            sample=g.sample,
+            replica=g.replica,
+            rollout_replica=g.rollout_replica,
+        )
         for g in groups
     ]
 
 
 def _groups_from_proto(messages: Iterable[pb.PlannedGroup]) -> tuple[PlannedGroup, ...]:
     return tuple(
-        PlannedGroup(group=GroupId(m.group), split=m.split, sample=m.sample, replica=m.replica)
+        PlannedGroup(
+            group=GroupId(m.group),
+            split=m.split,
+            sample=m.sample,
+            replica=m.replica,
+            rollout_replica=m.rollout_replica,
+        )
         for m in messages
     )

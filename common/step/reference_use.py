@@ -30,5 +30,5 @@ def reference_weights_needed(view: StepView) -> bool:
         return False
     if Condition.ROLLOUT_OVER not in TABLE[view.plan.schedule][Task.REFERENCE_PREFIX]:
         return True
-    left = sum(not group.rolled_out for group in view.groups.values())
-    return left <= max(1, len(view.groups) // LAST_SHARE)
+    left = sum(not group.rolled_out for group in view.rolled)
+    return left <= max(1, len(view.rolled) // LAST_SHARE)

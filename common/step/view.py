@@ -2,9 +2,9 @@
 
 Every process folds the same events in the same order, so every process asks the schedule about the
 same facts. A view accepts events of its own run, step and epoch only, and of the rank of each
-service that its process reads, or about every rank; an event that it has already seen changes
-nothing. Of the groups of other replicas it has what the rank that decides there says: the update is
-of them all.
+service that its process reads, one of each replica that shares groups with its own, or about every
+rank; an event that it has already seen changes nothing. Of the groups of other replicas it has what
+the rank that decides there says: the update is of them all.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ REFERENCE_TASKS: frozenset[Task] = frozenset(
 class GroupView:
     """What is known of one group; None: has not happened."""
 
-    group: GroupId
-    split: str
-    sample: int
+    planned: PlannedGroup
     prepared: bodies.GroupPrepared | None = None
     dropped: bodies.GroupDropped | None = None
     vision: bodies.PolicyVisionEncoded | None = None
@@ -53,9 +51,24 @@ class GroupView:
     done: bool = False
 
     @property
+    def group(self) -> GroupId:
+        """Its index."""
+        return self.planned.group
+
+    @property
     def alive(self) -> bool:
         """Whether the group still takes part."""
         return self.dropped is None
+
+    @property
+    def completion(self) -> tuple[int, GroupId] | None:
+        """Its place among those that its replica of the rollout completes; None: has none yet."""
+        return None if self.generated is None else (self.generated.decode_iteration, self.group)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its responses are still to come."""
+        return self.alive and self.generated is None
 
     @property
     def rolled_out(self) -> bool:
@@ -105,37 +118,53 @@ class StepView:
         """
         self.plan = plan
         self.place = place or Place()
-        self._partners = partners or Partners(dict.fromkeys(WORKERS, self.place.degree))
+        self._partners = partners or Partners.alike(
+            degree=self.place.degree, replicas=self.place.replicas
+        )
         self._whose = whose or Participant(service=Service.LEARNER, rank=self.place.rank)
         self.whole = whole
+        self.rollouts = self._partners.met(self._whose, Service.ROLLOUT)
+        """The replicas of the rollout that decode its groups."""
         self.lease_room_bytes = lease_room_bytes or {}
         self.needs_reference = needs_reference
-        self._replicas = {g.group: g.replica for g in plan.groups}
         self.everyone: dict[GroupId, GroupView] = {
-            g.group: GroupView(group=g.group, split=g.split, sample=g.sample) for g in plan.groups
+            g.group: GroupView(planned=g) for g in plan.groups
         }
         """Groups of all replicas."""
         self.groups: dict[GroupId, GroupView] = {
             g.group: self.everyone[g.group] for g in plan.groups if whole or self._is_own(g)
         }
         """Those of this replica, or, where the view is about all of them, of all."""
+        self.rolled = [
+            g for g in self.everyone.values() if whole or g.planned.rollout_replica in self.rollouts
+        ]
+        """Those of `rollouts`, by index, whoever trains them."""
         self.ahead: dict[GroupId, AheadView] = {
             g.group: AheadView() for g in plan.ahead if whole or self._is_own(g)
         }
-        self.window_opened = False
-        self.window_closed: bodies.WindowClosed | None = None
+        self._opened: set[int] = set()
+        self._closed: set[int] = set()
+        """Replicas of the rollout whose window has opened, or closed."""
         self.published: bodies.WeightsPublished | None = None
         self.push: bodies.PushBegan | None = None
         self.pushed: bodies.PushEnded | None = None
         self.aborted: bodies.StepAborted | None = None
         self.failed: bodies.TaskFailed | None = None
-        self.window_start_ns: int | None = None
-        self.window_end_ns: int | None = None
+
+    @property
+    def window_opened(self) -> bool:
+        """Whether a sequence of this step has begun to decode."""
+        return bool(self._opened)
 
     @property
     def window_open(self) -> bool:
         """Whether sequences of this step decode at the moment."""
-        return self.window_opened and self.window_closed is None
+        return bool(self._opened - self._closed)
+
+    @property
+    def window_closed(self) -> bool:
+        """Whether a decode has ended, and none goes on."""
+        return bool(self._closed) and not self.window_open
 
     @property
     def version(self) -> WeightsVersion:
@@ -143,7 +172,7 @@ class StepView:
         return self.plan.weights_version
 
     def _is_own(self, planned: PlannedGroup) -> bool:
-        return planned.replica == self.place.replica
+        return planned.replica_of(self._whose.service) == self.place.replica
 
     @property
     def living(self) -> list[GroupView]:
@@ -168,8 +197,9 @@ class StepView:
 
     @property
     def rollout_over(self) -> bool:
-        """Whether every group is generated and rewarded, or dropped."""
-        return all(g.rolled_out for g in self.groups.values())
+        """Whether every group that decodes beside these, or is one of them, is generated and
+        rewarded, or dropped."""
+        return all(g.rolled_out for g in self.rolled)
 
     @property
     def accumulated(self) -> bool:
@@ -202,17 +232,26 @@ class StepView:
     def belongs(self, event: Event) -> bool:
         """Whether the event is about this epoch, and of a rank that is read here, or about another
         replica's group."""
-        plan, sender = self.plan, event.sender
+        plan, sender, partners = self.plan, event.sender, self._partners
         if (event.run_id, event.step, event.epoch) != (plan.run_id, plan.step, plan.epoch):
             return False
         if type(event.body) in bodies.FOR_ALL_RANKS:
             return True
-        read = self._partners.partner(self._whose, sender.service).rank
-        degree = self._partners.count(sender.service)
+        if sender.service not in WORKERS:
+            return True
+        replica = partners.replica(sender)
+        decides = partners.cut(sender).rank == 0
         if event.group is None:
-            return sender.rank == read or (self.whole and sender.rank % degree == 0)
-        replica = self._replicas[event.group]
-        return sender.rank == (read if replica == self.place.replica else replica * degree)
+            met = replica in partners.met(self._whose, sender.service)
+            return self._reads(sender) if met else self.whole and decides
+        if replica != self.everyone[event.group].planned.replica_of(sender.service):
+            return False
+        return self._reads(sender) if event.group in self.groups else decides
+
+    def _reads(self, sender: Participant) -> bool:
+        """Whether it is the rank of its replica that is read here."""
+        replica = self._partners.replica(sender)
+        return sender == self._partners.partner(self._whose, sender.service, replica=replica)
 
     def apply(self, event: Event) -> bool:
         """Fold one event in.
@@ -230,13 +269,12 @@ class StepView:
     def _apply_step(self, event: Event) -> None:
         match event.body:
             case bodies.WindowOpened():
-                self.window_opened = True
-                self.window_start_ns = event.work.end_ns if event.work else None
-            case bodies.WindowClosed() as closed:
-                self.window_closed = closed
-                self.window_end_ns = event.work.end_ns if event.work else None
+                self._opened.add(self._partners.replica(event.sender))
+            case bodies.WindowClosed():
+                self._closed.add(self._partners.replica(event.sender))
             case bodies.AheadDone(task=task, index=index):
-                self.ahead[index].done.add(task)
+                if index in self.ahead:
+                    self.ahead[index].done.add(task)
             case bodies.PushBegan() as push:
                 self.push = push
             case bodies.PushEnded() as pushed:
@@ -319,14 +357,19 @@ class StepView:
     def _previous_done(self, state: GroupView) -> bool:
         if ORDER[self.plan.schedule] is AccumulationOrder.GROUP:
             return all(g.done for g in self.living if g.group < state.group)
-        if state.generated is None:
+        mine = state.completion
+        if mine is None or not all(self._is_past(mine, replica) for replica in self.rollouts):
             return False
-        key = (state.generated.decode_iteration, state.group)
-        return all(
-            g.done
-            for g in self.living
-            if g.generated is not None and (g.generated.decode_iteration, g.group) < key
-        )
+        return all(g.done for g in self.living if g.completion is not None and g.completion < mine)
+
+    def _is_past(self, completion: tuple[int, GroupId], replica: int) -> bool:
+        """Whether a replica of the rollout has no more groups to complete before this one.
+
+        It completes them in order.
+        """
+        its = [g for g in self.groups.values() if g.planned.rollout_replica == replica]
+        reached = any(g.completion is not None and g.completion >= completion for g in its)
+        return reached or not any(g.decodes for g in its)
 
 
 def _reference_prefixes_encoded(view: StepView) -> bool:

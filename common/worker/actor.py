@@ -29,6 +29,7 @@ from common.step.machine import (
     StepMachine,
 )
 from common.tensors.device import HOST
+from common.worker.answers import refuse, settle, settle_with
 from common.worker.checksums import checksum_weights
 from common.worker.epochs import EpochWork
 from common.worker.holder import RunHolder
@@ -47,8 +48,6 @@ from common.worker.ranks import LOOK_EVERY_S, PARTED_AFTER_S, RanksParted
 from common.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from common.config.deployment import Deployment
     from common.events import Event
     from common.registry.runs import RunLedger
@@ -200,7 +199,7 @@ class WorkerActor(Actor[Message]):
     def _answer_quiesced(self) -> None:
         if self._draining and self._epochs.idle:
             for answer in self._draining:
-                _answer(answer, None)
+                settle(answer, None)
             self._draining.clear()
 
     def _execute(self, instructions: list[Instruction]) -> None:
@@ -239,7 +238,7 @@ class WorkerActor(Actor[Message]):
 
     def _configure_asked(self, ask: Configure) -> None:
         if self._shutting_down:
-            _refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
+            refuse(ask.answer, Unavailable(f"{self.participant} is shutting down"))
             return
         older = self._configuring
         if older is not None and self._holder.joins(older) and older.epoch < ask.epoch:
@@ -247,7 +246,7 @@ class WorkerActor(Actor[Message]):
             self._cancel_configuring(f"epoch {ask.epoch} has begun")
         elif older is not None:
             text = f"{self.participant} is still configuring; ask again"
-            _refuse(ask.answer, FailedPrecondition(text))
+            refuse(ask.answer, FailedPrecondition(text))
             return
         self._end_step()
         self._phase = RunPhase.CONFIGURING
@@ -275,7 +274,7 @@ class WorkerActor(Actor[Message]):
         if configuring is not None and configuring.run_id == ask.run_id:
             self._cancel_configuring(f"run {ask.run_id} was released")
         elif self._holder.run_id != ask.run_id:
-            _answer(ask.answer, None)
+            settle(ask.answer, None)
             return
         self._give_up_run(ask)
 
@@ -287,10 +286,16 @@ class WorkerActor(Actor[Message]):
     def _cancel_configuring(self, reason: str) -> None:
         for ask in [change for change in self._changes if isinstance(change, Configure)]:
             self._changes.remove(ask)
-            _refuse(ask.answer, Unavailable(reason))
+            refuse(ask.answer, Unavailable(reason))
         if isinstance(self._changing, Configure):
-            _refuse(self._changing.answer, Unavailable(reason))
+            refuse(self._changing.answer, Unavailable(reason))
             self.cancel(_CHANGE)
+            asyncio.get_running_loop().call_later(PARTED_AFTER_S, self._part, self._changing)
+
+    def _part(self, change: Configure) -> None:
+        """One that was cancelled goes on: it joins ranks of which one has died since it came."""
+        if self._changing is change and self._holder.joining:
+            self._parted.set()
 
     def _give_up_run(self, change: Release | LinkLost | ShutDown) -> None:
         self._end_step()
@@ -344,8 +349,8 @@ class WorkerActor(Actor[Message]):
         """Until cancelled. Raises RanksParted once a job waits for ranks that will not come."""
         await self._parted.wait()
         raise RanksParted(
-            f"{self.participant}: a job went on for {PARTED_AFTER_S:g} s after its epoch had "
-            "ended, or after another rank had given it up; it waits for ranks that have left it"
+            f"{self.participant}: a job or a join went on for {PARTED_AFTER_S:g} s after its epoch "
+            "had ended, or after another rank had given it up; it waits for ranks that have left it"
         )
 
     def _changed(self, ended: TaskEnded) -> None:
@@ -356,7 +361,7 @@ class WorkerActor(Actor[Message]):
             if ended.error is not None:
                 log.error("run not given up cleanly", extra={"error": repr(ended.error)})
             if not isinstance(change, LinkLost):
-                _answer(change.answer, None)
+                settle(change.answer, None)
         self._next_change()
 
     def _configured(self, ask: Configure, prepared: Prepared, error: Exception | None) -> None:
@@ -376,10 +381,10 @@ class WorkerActor(Actor[Message]):
                 partners=self._partners,
             )
             self._phase = RunPhase.READY
-            _answer(ask.answer, prepared)
+            settle(ask.answer, prepared)
             return
         log.warning("configuration failed", extra={"error": repr(error)})
-        _refuse(ask.answer, error)
+        refuse(ask.answer, error)
         self._phase = RunPhase.UNCONFIGURED
         # What it has loaded so far is given up before anything else is tried.
         number = 0 if link is None else link.number
@@ -410,34 +415,34 @@ class WorkerActor(Actor[Message]):
         elif self._saving:
             refusal = "a checkpoint is being written; ask again"
         if refusal or run is None:
-            _refuse(ask.answer, FailedPrecondition(refusal))
+            refuse(ask.answer, FailedPrecondition(refusal))
             return
         self._saving = True
         self._epochs.beside(CHECKPOINT, self._save_checkpoint(run, ask))
 
     async def _save_checkpoint(self, run: RunWork, ask: SaveCheckpoint) -> None:
         try:
-            await _answer_with(ask.answer, run.save_checkpoint(ask.epoch))
+            await settle_with(ask.answer, run.save_checkpoint(ask.epoch))
         finally:
             self._saving = False
 
     def _checksums_asked(self, ask: ChecksumWeights) -> None:
         run = self._ready_run(ask.run_id)
         if run is None:
-            _refuse(ask.answer, FailedPrecondition(self._not_configured(ask.run_id)))
+            refuse(ask.answer, FailedPrecondition(self._not_configured(ask.run_id)))
             return
         self._checks = [*(answer for answer in self._checks if not answer.done()), ask.answer]
         self._epochs.beside(CHECKSUMS, self._checksum(run, ask))
 
     async def _checksum(self, run: RunWork, ask: ChecksumWeights) -> None:
-        await _answer_with(ask.answer, checksum_weights(run, ask.policy_version))
+        await settle_with(ask.answer, checksum_weights(run, ask.policy_version))
 
     def _stop_checks(self) -> None:
         """They may wait for a version that nobody publishes before the run has changed."""
         self._epochs.cancel_beside(CHECKSUMS)
         for answer in self._checks:
             text = f"{self.participant} reads no weights now: its run changes; ask again"
-            _refuse(answer, FailedPrecondition(text))
+            refuse(answer, FailedPrecondition(text))
         self._checks.clear()
 
     def _ready_run(self, run_id: RunId) -> RunWork | None:
@@ -480,20 +485,3 @@ class WorkerActor(Actor[Message]):
         await asyncio.get_running_loop().run_in_executor(self._compute, lambda: None)
         await self._holder.close()
         self._compute.shutdown(wait=True)
-
-
-def _answer(answer: asyncio.Future[Any], value: Any) -> None:
-    if not answer.done():
-        answer.set_result(value)
-
-
-async def _answer_with(answer: asyncio.Future[Any], work: Awaitable[Any]) -> None:
-    try:
-        _answer(answer, await work)
-    except Exception as error:  # noqa: BLE001 - goes to the asker, typed
-        _refuse(answer, error)
-
-
-def _refuse(answer: asyncio.Future[Any], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.config.recipe import Recipe
     from common.ids import Participant, RunId, Service
     from common.registry.runs import RunLedger
+    from common.step.plan import PlannedGroup
     from common.tensors.client import BrokerClient
     from common.worker.push_link import PushLink
     from common.worker.ranks import Ranks
@@ -79,7 +80,7 @@ class RunContext:
     @property
     def ranks(self) -> tuple[Participant, ...]:
         """All ranks of this service in this replica."""
-        return self.peers(self.participant.service)
+        return self.partners.all(self.participant.service, replica=self.place.replica)
 
     def storage_name(self, name: str, rank: int | None = None) -> str:
         """A storage of the run, of this rank if none is given: each has its own."""
@@ -110,13 +111,11 @@ class RunContext:
         return training.activation_checkpointing or by_itself
 
     def peer(self, service: Service) -> Participant:
-        """The process of another service that this one reads."""
+        """The process of another service that this one reads, of several replicas in the first."""
         return self.partners.partner(self.participant, service)
 
-    def readers(self, service: Service) -> tuple[Participant, ...]:
-        """The processes of another service that read this one; there may be none."""
-        return self.partners.readers(self.participant, service)
-
-    def peers(self, service: Service) -> tuple[Participant, ...]:
-        """All ranks of a service in this replica."""
-        return self.partners.all(service, replica=self.place.replica)
+    def readers(self, service: Service, group: PlannedGroup) -> tuple[Participant, ...]:
+        """The processes of another service that read what this one makes of a group; there may be
+        none."""
+        replica = group.replica_of(service)
+        return self.partners.readers(self.participant, service, replica=replica)

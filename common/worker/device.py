@@ -77,8 +77,8 @@ class WorkerDevice:
         if ordinal >= visible:
             raise CudaMissing(
                 f'device = "cuda": {participant} needs GPU {ordinal}, and its process sees '
-                f'{visible}; lower train_tp and rollout_tp, set rollout_gpus = "shared", or make '
-                "more GPUs visible"
+                f'{visible}; lower train_tp, rollout_tp or dp, set rollout_gpus = "shared", or '
+                "make more GPUs visible"
             )
         return cls(
             torch=torch.device("cuda", ordinal),

@@ -60,6 +60,8 @@ class RunHolder:
         self.context: RunContext | None = None
         self.run: RunWork | None = None
         self.governor: Governor | None = None
+        self.joining = False
+        """Whether it waits for ranks that have come, and cannot be cancelled."""
 
     @property
     def run_id(self) -> RunId | None:
@@ -154,15 +156,19 @@ class RunHolder:
     async def _join(self, ask: Configure) -> Ranks:
         place, rendezvous = self._joining, self._rendezvous(ask)
         async with present(rendezvous, rank=place.rank, degree=place.world):
-            return await in_thread(
-                lambda: Ranks.join(
-                    rendezvous,
-                    place=place,
-                    device=self._device.torch,
-                    collective_timeout_s=ask.recipe.training.step_deadline_s,
-                ),
-                unwanted=Ranks.leave,
-            )
+            self.joining = True
+            try:
+                return await in_thread(
+                    lambda: Ranks.join(
+                        rendezvous,
+                        place=place,
+                        device=self._device.torch,
+                        collective_timeout_s=ask.recipe.training.step_deadline_s,
+                    ),
+                    unwanted=Ranks.leave,
+                )
+            finally:
+                self.joining = False
 
     async def _join_push(self, ask: Configure) -> PushLink:
         rank = PUSHERS.index(self._participant.service)

@@ -5,9 +5,9 @@ all replicas.
 
 Invariants:
 - All ranks issue the same collectives in the same order. Those of `mesh` and `replicas`, with
-  `meet` and `agree`, come from the compute thread, or from a checkpoint, which there is between two
-  epochs only. `all_true` and `all_equal` have a communicator of their own and come while a run is
-  configured; so do the others then, where no compute thread is busy.
+  `meet`, `agree`, `told` and `everyones`, come from the compute thread, or from a checkpoint, which
+  there is between two epochs only. `all_true` and `all_equal` have a communicator of their own and
+  come while a run is configured; so do the others then, where no compute thread is busy.
 - A configuration joins anew, whatever became of the ranks before it. A rank that waits in a
   collective for one that has ended an epoch does not come back, and ends its process.
 """
@@ -28,7 +28,7 @@ from common.errors import ProcessUnusable, Unavailable
 from common.vlm.parallel.mesh import tensor_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,12 +44,13 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 LOOK_EVERY_S = 0.05
 """Between two looks at which ranks have come."""
 PARTED_AFTER_S = 5.0
-"""Longest time that a job goes on after its epoch has ended, or a checkpoint after another rank has
-come to be configured, before it counts as a job that waits for ranks that have left it."""
+"""Longest time that a job goes on after its epoch has ended, a checkpoint after another rank has
+come to be configured, or a join after a newer configuration, before it counts as one that waits for
+ranks that have left it."""
 
 
 class RanksParted(ProcessUnusable):
-    """A collective of an ended epoch keeps the compute thread: nothing but the process ends it."""
+    """A collective of an ended epoch, or a join, goes on: nothing but the process ends it."""
 
 
 class RanksAbsent(Unavailable):
@@ -164,6 +165,19 @@ class Ranks:
         said = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(said, group=self.mesh.get_group(), group_src=0)
         return int(said)
+
+    def everyones(self, numbers: Sequence[float]) -> list[list[float]]:
+        """As many numbers of each rank, of all replicas, in the order of the ranks' numbers.
+
+        Blocks until all have asked.
+        """
+        rows = torch.tensor([numbers], dtype=torch.float64)
+        for mesh in (self.mesh, self.replicas):
+            if mesh is not None:
+                parts = [torch.empty_like(rows) for _ in range(mesh.size())]
+                dist.all_gather(parts, rows, group=mesh.get_group())
+                rows = torch.cat(parts)
+        return rows.tolist()
 
     def meet(self) -> None:
         """Block until all ranks of all replicas have come here."""

@@ -385,8 +385,7 @@ class StepScope:
         while self._held:
             self._held.pop().release()
         if self._governor is not None:
-            closed = self.view.window_closed is not None
-            self._governor.step_ended(self.plan.step, window_closed=closed)
+            self._governor.step_ended(self.plan.step, window_closed=self.view.window_closed)
 
 
 def dtype_name(dtype: torch.dtype) -> DType:

@@ -70,7 +70,7 @@ class Admission:
             await self._ledger(),
             device=deployment.device,
             place=deployment.place(Participant(service=Service.LEARNER)),
-            rollout_ranks=deployment.rollout_tp,
+            partners=deployment.partners,
         )
         resolved = recipe.resolved_json()
         with tempfile.TemporaryDirectory(prefix="rollplex-preflight-") as folder:

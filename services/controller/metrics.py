@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from common.events import Event, WorkSpan, bodies
 from common.ids import Participant, Service
+from common.step.partners import Partners
+from common.step.place import Place
 from common.step.plan import StepMode, StepPlan
 from common.step.tasks import WEIGHTS_DEPENDENT, Task
 from common.step.view import StepView
@@ -17,8 +19,6 @@ from services.controller.refresh_tally import RefreshTally
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from common.step.partners import Partners
-    from common.step.place import Place
     from services.controller.plans import RunSettings
 
 WINDOW_TASK = "window"
@@ -56,8 +56,14 @@ class StepObserver:
         partners: the ranks of all services; None: as many as `place` says.
         late: moves of the step before that end now; others may still add to it.
         """
+        place = place or Place()
+        self._partners = partners or Partners.alike(degree=place.degree, replicas=place.replicas)
         self.view = StepView(
-            plan, needs_reference=needs_reference, place=place, partners=partners, whole=True
+            plan,
+            needs_reference=needs_reference,
+            place=place,
+            partners=self._partners,
+            whole=True,
         )
         self.began_ns: int | None = None
         self._ended_ns: int | None = None
@@ -224,16 +230,19 @@ class StepObserver:
         return metrics | self._overlap_metrics()
 
     def _overlap_metrics(self) -> dict[str, float]:
-        """What of the work lies in windows of its own replica."""
-        degree = self.view.place.degree
-        windows = [(rank // degree, span) for rank, span in self._windows]
-        prefixes = self._by_replica(_PREFIX_TASKS)
+        """What of the work lies in windows of its own family of replicas."""
+        partners = self._partners
+        windows = [
+            (partners.family(Participant(service=Service.ROLLOUT, rank=rank)), span)
+            for rank, span in self._windows
+        ]
+        prefixes = self._by_family(_PREFIX_TASKS)
         first: dict[int, int] = {}
-        for planned in self.view.plan.groups:
-            if self.view.groups[planned.group].alive:
-                first.setdefault(planned.replica, planned.group)
+        for group in self.view.living:
+            (rollout, *_) = partners.all(Service.ROLLOUT, replica=group.planned.rollout_replica)
+            first.setdefault(partners.family(rollout), group.group)
         # No window can open before its first group's vision is encoded: that one never hides.
-        vision = self._by_replica(_VISION_TASKS, without=first.values())
+        vision = self._by_family(_VISION_TASKS, without=first.values())
         metrics: dict[str, float] = {}
         for name, spans in (
             ("prefix_overlap_fraction", prefixes),
@@ -244,13 +253,12 @@ class StepObserver:
                 metrics[name] = share
         return metrics
 
-    def _by_replica(
+    def _by_family(
         self, tasks: frozenset[Task], *, without: Collection[int] = ()
     ) -> list[tuple[int, Span]]:
-        """Spans of some tasks, but for those of some groups, with their replica's number."""
-        degree = self.view.place.degree
+        """Spans of some tasks, but for those of some groups, with their family's number."""
         return [
-            (event.sender.rank // degree, (span.start_ns, span.end_ns))
+            (self._partners.family(event.sender), (span.start_ns, span.end_ns))
             for event, span in self._spans
             if span.task in tasks and event.group not in without
         ]
@@ -268,20 +276,24 @@ class StepObserver:
 def overlap_fraction(
     spans: Sequence[tuple[int, Span]], windows: Sequence[tuple[int, Span]]
 ) -> float | None:
-    """Share of the spans' total time that lies inside windows of the same replica.
+    """Share of the spans' total time that lies inside windows of the same family.
 
     Args:
-        spans, windows: each with the number of its replica, whose windows must not overlap.
+        spans, windows: each with the number of its family.
     Returns: 0 to 1; None where the spans have no length.
     """
     total = sum(end - start for _, (start, end) in spans)
     if total <= 0:
         return None
     inside = sum(
-        max(0, min(end, closed) - max(start, opened))
-        for replica, (start, end) in spans
-        for other, (opened, closed) in windows
-        if replica == other
+        covered_ns(
+            [
+                (max(start, opened), min(end, closed))
+                for other, (opened, closed) in windows
+                if family == other and max(start, opened) < min(end, closed)
+            ]
+        )
+        for family, (start, end) in spans
     )
     return inside / total
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.ids import Epoch, GroupId, RunId, StepIndex, WeightsVersion
+from common.ids import Epoch, GroupId, RunId, Service, StepIndex, WeightsVersion
+from common.step.partners import Partners
 from common.step.plan import EVAL_SPLIT, TRAIN_SPLIT, PlannedGroup, StepMode, StepPlan
 from common.step.schedule import OWN_WEIGHTS, Schedule
 
 if TYPE_CHECKING:
-    from common.step.partners import Partners
     from common.step.place import Place
 
 SampleOrder = Callable[[StepIndex], Sequence[int]]
@@ -126,13 +126,17 @@ class RunSettings:
         return self._groups(EVAL_SPLIT, range(self.eval_rows))
 
     def _groups(self, split: str, samples: Sequence[int]) -> tuple[PlannedGroup, ...]:
-        """In turn to each replica."""
+        """In turn to the replicas of either side."""
+        partners = self.partners or Partners.alike(
+            degree=self.place.degree, replicas=self.place.replicas
+        )
         return tuple(
             PlannedGroup(
                 group=GroupId(index),
                 split=split,
                 sample=sample,
-                replica=index % self.place.replicas,
+                replica=partners.bound(index, Service.LEARNER),
+                rollout_replica=partners.bound(index, Service.ROLLOUT),
             )
             for index, sample in enumerate(samples)
         )

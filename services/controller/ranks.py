@@ -27,7 +27,7 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     if deployment.device == "cuda":
         _check_gpus(recipe, deployment)
     _check_environment(recipe, deployment)
-    _check_replicas(recipe, deployment)
+    _check_pushes(recipe.training.schedule, deployment)
     train, rollout = deployment.train_tp, deployment.rollout_tp
     if train == rollout == 1:
         return
@@ -49,17 +49,12 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
 
 def _check_schedule(schedule: Schedule, kv_heads: int, deployment: Deployment, here: str) -> None:
     """Args: kv_heads: of the model. here: the node, for messages."""
-    legal = '"serial", "rollplex"'
-    if schedule in OWN_WEIGHTS and deployment.train_tp != deployment.rollout_tp:
-        raise InvalidArgument(
-            f'training.schedule = "{schedule}" {here}: weights are pushed from rank to rank; legal '
-            f"are {legal}, or equal degrees"
-        )
     if schedule in PREFILL_FROM_LEASE and not _nests(kv_heads, deployment):
         raise InvalidArgument(
             f'training.schedule = "{schedule}" {here}: its rollout begins from the K/V of one rank '
             f"of training, and of {kv_heads} key/value heads a rank of the rollout has some that "
-            f"this one lacks; legal are {legal}, or a rollout_tp that is a multiple of train_tp"
+            'this one lacks; legal are "serial", "rollplex", or a rollout_tp that is a multiple of '
+            "train_tp"
         )
 
 
@@ -106,13 +101,18 @@ def _check_sglang(recipe: Recipe, vocabulary: int, deployment: Deployment, here:
         )
 
 
-def _check_replicas(recipe: Recipe, deployment: Deployment) -> None:
-    """A rank of the learner pushes what it updates, which with replicas is a share."""
-    schedule = recipe.training.schedule
-    if deployment.dp > 1 and schedule in OWN_WEIGHTS:
+def _check_pushes(schedule: Schedule, deployment: Deployment) -> None:
+    partners = deployment.partners
+    training, rollout = (
+        (partners.count(service), partners.replica_count(service))
+        for service in (Service.LEARNER, Service.ROLLOUT)
+    )
+    if schedule in OWN_WEIGHTS and training != rollout:
         raise InvalidArgument(
-            f'training.schedule = "{schedule}" on a node with dp = {deployment.dp}: weights are '
-            "pushed by one replica only; set dp = 1 (deployment), or another schedule"
+            f'training.schedule = "{schedule}" on a node with train_tp = {training[0]}, dp = '
+            f"{training[1]}, rollout_tp = {rollout[0]} and rollout_dp = {rollout[1]}: weights are "
+            'pushed from rank to rank; legal are "serial", "rollplex", or equal degrees and '
+            "replicas"
         )
 
 

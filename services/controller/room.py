@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
+from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing
+from common.step.gpus import rollout_place
 from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
 from common.vlm.shape import read_shape
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
+    from common.step.partners import Partners
     from common.step.place import Place
     from protos.rollplex.v1.broker_pb2 import Ledger
 
@@ -67,7 +70,7 @@ def count_elements(model_path: Path, *, key: str) -> Elements:
 
 
 def needed_bytes(
-    recipe: Recipe, *, device: str, place: Place, rollout_ranks: int | None = None
+    recipe: Recipe, *, device: str, place: Place, partners: Partners | None = None
 ) -> dict[str, int]:
     """Bytes of the run-scoped storages that a recipe needs at a time, by storage.
 
@@ -78,7 +81,7 @@ def needed_bytes(
     Args:
         device: of the deployment, which the recipe may leave to decide what is spilled.
         place: of any rank of training on the node, whose ranks share its arena on a CPU.
-        rollout_ranks: of a replica of the rollout; None: as many as of training.
+        partners: the ranks of all services; None: as many as `place` says.
     Raises:
         InvalidArgument: a model folder cannot be read.
     """
@@ -102,21 +105,35 @@ def needed_bytes(
         "policy.gradients": place.replicas * trainable * master,
     }
     if recipe.training.schedule in OWN_WEIGHTS and device == "cpu":
-        needed["rollout.weights"] = policy.total * compute
+        needed["rollout.weights"] = place.replicas * policy.total * compute
     if recipe.needs_reference:
         needed["reference.weights"] = place.replicas * reference.total * compute
-    if rollout_ranks is not None and rollout_ranks != place.degree:
-        shape = read_shape(str(recipe.model.path))
-        plan = node_plan(
-            shape, train_tp=place.degree, rollout_tp=rollout_ranks, element_bytes=compute
-        )
-        needed["rollout.weights"] = sum(
-            rollout_sharing(plan, rank).rebuild_bytes for rank in range(rollout_ranks)
-        )
+    if partners is not None and partners.count(Service.ROLLOUT) != place.degree:
+        needed["rollout.weights"] = _rebuilt_bytes(recipe, partners, element_bytes=compute)
     if device == "cuda":
         # A GPU is the arena of one rank.
-        return {name: size // place.degree for name, size in needed.items()}
+        return {name: size // place.world for name, size in needed.items()}
     return needed
+
+
+def _rebuilt_bytes(recipe: Recipe, partners: Partners, *, element_bytes: int) -> int:
+    """What ranks of the rollout, all of them, have of their own at another degree."""
+    ranks = partners.count(Service.ROLLOUT)
+    plan = node_plan(
+        read_shape(str(recipe.model.path)),
+        train_tp=partners.count(Service.LEARNER),
+        rollout_tp=ranks,
+        element_bytes=element_bytes,
+    )
+    places = [
+        rollout_place(partners, replica)
+        for replica in range(partners.replica_count(Service.ROLLOUT))
+    ]
+    return sum(
+        rollout_sharing(plan, rank, place=place).rebuild_bytes
+        for place in places
+        for rank in range(ranks)
+    )
 
 
 def _optimizer_bytes(
@@ -132,11 +149,11 @@ def _optimizer_bytes(
 
 
 def check_room(
-    recipe: Recipe, ledger: Ledger, *, device: str, place: Place, rollout_ranks: int | None = None
+    recipe: Recipe, ledger: Ledger, *, device: str, place: Place, partners: Partners | None = None
 ) -> None:
     """Refuse a run whose run-scoped storages alone are larger than the arena.
 
-    Args: device, place, rollout_ranks: as for `needed_bytes`.
+    Args: device, place, partners: as for `needed_bytes`.
 
     With random weights there are no headers to read; the broker itself refuses storages that do
     not fit.
@@ -147,7 +164,7 @@ def check_room(
     """
     if recipe.model.weights == "random":
         return
-    needed = needed_bytes(recipe, device=device, place=place, rollout_ranks=rollout_ranks)
+    needed = needed_bytes(recipe, device=device, place=place, partners=partners)
     total = sum(needed.values())
     if total <= ledger.capacity_bytes:
         return

@@ -1,26 +1,41 @@
 """One version on its way to a rollout that has weights of its own, in buckets.
 
-A bucket goes as soon as all parts of the weights in it are updated, beside the update of the next
-ones.
+A bucket goes as soon as all of the weights in it are made, beside the update of the next ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.events import bodies
 from common.step.tasks import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
     import torch
 
     from common.ids import WeightsVersion
     from common.worker.push_link import PushLink
     from common.worker.scope import StepScope
+
+
+class Pushed(NamedTuple):
+    """What one rank has pushed."""
+
+    size_bytes: float
+    seconds: float
+    """In which buckets went."""
+    wait_s: float
+    """In which nothing else was done."""
+
+
+def push_metrics(pushes: Iterable[Pushed]) -> dict[str, float]:
+    """Of a step: bytes of all ranks, and the times of the slowest."""
+    sizes, seconds, waits = zip(*pushes, strict=True)
+    return {"push_bytes": sum(sizes), "push_s": max(seconds), "push_wait_s": max(waits)}
 
 
 class WeightsPush:
@@ -52,7 +67,7 @@ class WeightsPush:
         self._scope.spawn(Task.UPDATE, self._send)
 
     def made(self, elements: int) -> None:
-        """So many of the first weights have their new values."""
+        """So many of the first weights have their new values, and may be sent."""
         self._made = elements
         self._more.set()
 
@@ -61,21 +76,13 @@ class WeightsPush:
         if self._scope.view.pushed is not None:
             self._ended.set()
 
-    async def end(self) -> Mapping[str, float]:
-        """Wait until the rollout can read the version.
-
-        Returns: of the step's metrics: bytes pushed, seconds in which they went, and seconds in
-            which nothing else was done.
-        """
+    async def end(self) -> Pushed:
+        """Wait until the rollout can read the version."""
         start_s = time.monotonic()
         await self._ended.wait()
         pushed = self._scope.view.pushed
         assert pushed is not None
-        return {
-            "push_bytes": float(pushed.size_bytes),
-            "push_s": self._seconds,
-            "push_wait_s": time.monotonic() - start_s,
-        }
+        return Pushed(pushed.size_bytes, self._seconds, time.monotonic() - start_s)
 
     async def _send(self) -> None:
         for bucket in self._link.buckets(self._weights.numel(), self._weights.dtype):

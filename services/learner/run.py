@@ -19,6 +19,7 @@ from common.worker.threads import in_thread
 from common.worker.weights import ModelShape, first_weights, policy_shape, shared_model
 from common.worker.work import Prepared, ReadWeights
 from services.learner.checkpoints import CheckpointStore, version_of
+from services.learner.nonfinite import recorded_nonfinite
 from services.learner.optimizer_file import CheckpointInvalid
 from services.learner.push import push_whole
 from services.learner.shadow import HostShadow
@@ -62,7 +63,8 @@ class LearnerRun:
             model_path=context.recipe.model.path,
             sharding=self.sharding,
         )
-        self.nonfinite_in_a_row = 0
+        self.nonfinite = 0
+        """Steps in a row, before the version held, whose gradient was NaN or infinite."""
         self._version: WeightsVersion | None = None
 
     @property
@@ -84,6 +86,9 @@ class LearnerRun:
         version = await self._whole_version()
         if version is None:
             version = await self._restore()
+        if version != self._version:
+            records = await self.context.ledger.durable(self.context.run_id)
+            self.nonfinite = recorded_nonfinite(records, version)
         self._version = version
         await self._push(version)
         layout = self.shape.whole
@@ -135,9 +140,12 @@ class LearnerRun:
             await in_thread(self.context.joined.meet)
         return path, version
 
-    def published(self, version: WeightsVersion) -> None:
-        """An update has made this version readable, and durable where the recipe wants that."""
-        self._version = version
+    def published(self, version: WeightsVersion, *, nonfinite: int) -> None:
+        """An update has made this version readable, and durable where the recipe wants that.
+
+        Args: nonfinite: the number that belongs to it.
+        """
+        self._version, self.nonfinite = version, nonfinite
 
     async def close(self) -> None:
         """Drop the mappings."""

@@ -61,7 +61,7 @@ class LearnerStorages:
         """Create them, or attach to those that are there."""
         me, encoder = context.participant, context.peer(Service.PREFIX_ENCODER)
         # One that is pushed to has weights of its own.
-        sharing = () if context.push is not None else context.peers(Service.ROLLOUT)
+        sharing = () if context.push is not None else context.partners.everyone(Service.ROLLOUT)
         specs = {
             POLICY_WEIGHTS: flat_spec(
                 layout.total_elements,

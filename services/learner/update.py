@@ -8,7 +8,8 @@ new version is durable. The parts are published one by one as they are changed, 
 leave the device while the next ones are updated: nobody but the learner reads them. Whatever ends
 the update before its first change leaves the old version whole; later, the weights are torn, and a
 durable copy is whole. A rollout with weights of its own gets the buckets of them as they are made,
-and can read the version before the step ends.
+which with several replicas is when all shares are there, and can read the version before the step
+ends.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from common.rl.lr import learning_rate
 from common.rl.optimizer import FlatAdamW, global_norm, ready_gradients
 from common.step.tasks import Task
 from common.tensors.parts import PARTS_IN_FLIGHT
-from services.learner.errors import TooManyNonFinite
-from services.learner.push import WeightsPush
+from services.learner.nonfinite import NONFINITE, nonfinite_after
+from services.learner.push import Pushed, WeightsPush, push_metrics
 from services.learner.step_metrics import step_metrics
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Update:
         self._version = version
         self._timeout_s = run.context.recipe.training.step_deadline_s
         self._push: WeightsPush | None = None
+        self._nonfinite = 0
 
     def advance(self) -> None:
         """An event was folded into the view."""
@@ -90,11 +92,13 @@ class Update:
         if run.replicas is not None and applied is not None:
             gathered = await scope.run(Task.UPDATE, partial(self._gather, run.replicas, weights))
             end_ns = gathered.span.end_ns
-        metrics = step_metrics(scope.view, report)
+            if self._push is not None:
+                self._push.made(run.storages.state.layout.trainable_elements)
+        metrics = step_metrics(scope.view, report) | {NONFINITE: float(self._nonfinite)}
         if run.context.recipe.training.host_shadow:
             await scope.between_jobs(partial(run.shadow.finish, self._version))
         if self._push is not None:
-            metrics |= await self._push.end()
+            metrics |= await self._pushed(self._push)
         # A version is durable once every rank has saved it,
         await self._meet()
         if run.context.speaks_for_all:
@@ -102,7 +106,7 @@ class Update:
         # is published once it is durable,
         await self._meet()
         await weights.publish()
-        run.published(self._version)
+        run.published(self._version, nonfinite=self._nonfinite)
         # and the step ends once it is readable on all of them.
         await self._meet()
         scope.give_back(weights)
@@ -139,7 +143,7 @@ class Update:
                 run.shadow.save(part)
 
         done = await scope.run(Task.UPDATE, apply)
-        if self._push is not None:
+        if self._push is not None and run.replicas is None:
             self._push.made(part.elements.stop)
         await rewriting.publish()
         scope.give_back(rewriting)
@@ -157,6 +161,14 @@ class Update:
         weights = state.weights[:elements]
         self._push = WeightsPush(self._scope, link, version=self._version, weights=weights)
         await self._push.begin()
+
+    async def _pushed(self, push: WeightsPush) -> Mapping[str, float]:
+        """The push's part of the metrics, of all ranks."""
+        own, joined = await push.end(), self._run.context.joined
+        if joined is None:
+            return push_metrics([own])
+        everyones = await self._scope.between_jobs(partial(joined.everyones, own))
+        return push_metrics([Pushed(*one) for one in everyones])
 
     async def _meet(self) -> None:
         """Wait for the other ranks."""
@@ -193,20 +205,8 @@ class Update:
                 ),
                 norm_of=global_norm if run.sharding is None else run.sharding.norm,
             )
-        self._count_nonfinite(report)
+        self._nonfinite = nonfinite_after(report, run.nonfinite, limit=algorithm.nonfinite_limit)
         return report
-
-    def _count_nonfinite(self, report: UpdateReport | None) -> None:
-        run, limit = self._run, self._run.context.recipe.algorithm.nonfinite_limit
-        if report is None or report.applied:
-            run.nonfinite_in_a_row = 0
-            return
-        run.nonfinite_in_a_row += 1
-        if run.nonfinite_in_a_row >= limit:
-            raise TooManyNonFinite(
-                f"the gradient was NaN or infinite in {limit} steps in a row "
-                "(algorithm.nonfinite_limit)"
-            )
 
     async def _make_durable(self, metrics: Mapping[str, float]) -> None:
         run = self._run

@@ -144,7 +144,7 @@ class Admission:
     ) -> None:
         """Args:
         device: whose room it is, as in `StepBegan.lease_room_bytes`.
-        decoding_groups: most groups that decode at the same time.
+        decoding_groups: most groups that decode at the same time in a replica of the rollout.
         spilled_bytes: of the reference weights, which that room leaves out; 0: they stay.
         """
         self._spilled_bytes = spilled_bytes
@@ -211,13 +211,15 @@ class Admission:
         return max(reference, trained - self._spilled_bytes)
 
     def _policies_due(self, view: StepView) -> int:
-        """How many policy prefixes may be due at the same time."""
-        return self._decoding_groups if view.plan.schedule in PREFILL_FROM_LEASE else 1
+        """How many policy prefixes may be due at the same time, for all replicas of the rollout."""
+        if view.plan.schedule not in PREFILL_FROM_LEASE:
+            return 1
+        return self._decoding_groups * len(view.rollouts)
 
     def _due(self, leases: Leases, task: Task, state: GroupView) -> bool:
         if task is Task.REFERENCE_PREFIX:
             return due_reference(leases, state)
-        return due_policy(leases, state, at_once=self._policies_due(leases.view))
+        return due_policy(leases, state, at_once=self._decoding_groups)
 
 
 class Leases:
@@ -240,14 +242,18 @@ def due_policy(leases: Leases, state: GroupView, *, at_once: int = 1) -> bool:
     """Whether the step cannot go on without the policy's prefix of a group.
 
     Where groups train in group order, it is the first one that is not done. Where they decode from
-    their prefix, the rollout admits them in group order, and decodes no further while it has a
-    place for a group that has not come: so it is the first one without a prefix, while fewer than
-    `at_once` before it, which is how many places there are, have still to be trained.
+    their prefix, a replica of the rollout admits its groups in group order, and decodes no further
+    while it has a place for one that has not come: so it is the first of them without a prefix,
+    while fewer than `at_once` before it, which is how many places there are, have still to be
+    trained. Each replica has room of its own for that; and of all groups that wait to be trained,
+    the first to complete waits for no replica that waits itself.
     """
     view = leases.view
     if ORDER[view.plan.schedule] is AccumulationOrder.GROUP:
         return view.holds(Condition.PREVIOUS_DONE, state)
-    before = [other for other in view.living if other.group < state.group]
+    rollout = state.planned.rollout_replica
+    its = [other for other in view.living if other.planned.rollout_replica == rollout]
+    before = [other for other in its if other.group < state.group]
     untrained = [other for other in before if other.trained is None]
     return all(map(leases.policy, untrained)) and len(untrained) < at_once
 

@@ -101,7 +101,7 @@ class PrefixEncoderStep:
 
     async def _prepare(self, group: GroupId, cause_id: str) -> None:
         scope, run = self._scope, self._run
-        planned = scope.view.groups[group]
+        planned = scope.view.groups[group].planned
         start_ns = time.monotonic_ns()
         loaded = run.ahead.take((planned.split, planned.sample))
         try:
@@ -124,7 +124,10 @@ class PrefixEncoderStep:
             group,
             shapes,
             fill,
-            consumers=[*context.peers(Service.ROLLOUT), *followers],
+            consumers=[
+                *context.partners.all(Service.ROLLOUT, replica=planned.rollout_replica),
+                *followers,
+            ],
             next_use=Task.DECODE,
             placement=Placement.HOST,
         )
@@ -171,7 +174,7 @@ class PrefixEncoderStep:
         detached = vision.detach()
         lease: LeaseId | None = None
         taken = scope.plan.schedule not in PREFILL_FROM_LEASE | OWN_WEIGHTS
-        readers = self._run.context.readers(Service.ROLLOUT)
+        readers = self._rollout_readers(group)
         if taken and detached.shape[0] and readers:
             lease = await scope.produce(
                 "policy.vision",
@@ -207,7 +210,7 @@ class PrefixEncoderStep:
         work.policy = None if encoded.graph_bytes is None else encoded.value
         consumers = [self._peer(Service.LEARNER)]
         if scope.plan.schedule in PREFILL_FROM_LEASE:
-            consumers += self._run.context.readers(Service.ROLLOUT)
+            consumers += self._rollout_readers(group)
         await self._export(
             group,
             ModelRole.POLICY,
@@ -266,6 +269,11 @@ class PrefixEncoderStep:
             role=role, lease=lease, weights_version=version, graph_bytes=graph_bytes
         )
         await scope.publish(body, group, span=span, cause_id=cause_id)
+
+    def _rollout_readers(self, group: GroupId) -> tuple[Participant, ...]:
+        """The ranks of the rollout that decode from what this rank makes of a group."""
+        planned = self._scope.view.groups[group].planned
+        return self._run.context.readers(Service.ROLLOUT, planned)
 
     def _peer(self, service: Service) -> Participant:
         return self._run.context.peer(service)

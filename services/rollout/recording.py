@@ -42,8 +42,9 @@ class Recording:
         Of a group that two files have, as after a change of replicas, the first replica's counts.
         """
         first = _path(Path(folder), step, 0)
+        others = sorted(first.parent.glob(f"{first.stem}.*{first.suffix}"))
         tensors: dict[str, Tensor] = {}
-        for path in (first, *sorted(first.parent.glob(f"{first.stem}.*{first.suffix}"))):
+        for path in (first, *others) if first.exists() or not others else others:
             try:
                 tensors = load_file(path) | tensors
             except (OSError, SafetensorError) as error:

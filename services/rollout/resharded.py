@@ -22,6 +22,7 @@ import torch
 from common.events.bodies import WeightsRefreshed
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing, source_ranks
+from common.step.gpus import rollout_place
 from common.tensors.errors import BrokerTimeout, StaleVersion
 from common.tensors.views import tensor_view
 from common.vlm.parallel.model import config_shape
@@ -130,18 +131,22 @@ class ReshardedWeights:
             BrokerTimeout: a rank of training has not created its storage in time.
         """
         broker, run_id, me = context.broker, context.run_id, context.participant
-        model, degree = config_shape(shape.config), context.partners.count(Service.LEARNER)
+        partners = context.partners
+        model, degree = config_shape(shape.config), partners.count(Service.LEARNER)
         plan = node_plan(
             model,
             train_tp=degree,
             rollout_tp=context.degree,
             element_bytes=context.dtype.itemsize,
         )
-        sharing = rollout_sharing(plan, me.rank)
+        place = rollout_place(partners, context.place.replica)
+        sharing = rollout_sharing(plan, context.place.tensor_rank, place=place)
+        # of the replicas of training, which all have the same, the one on this rank's GPU
+        replica = sharing.gpu // degree % partners.replica_count(Service.LEARNER)
         shared: dict[int, Storage] = {}
         sources: dict[int, dict[str, torch.Tensor]] = {}
         for rank in source_ranks(sharing):
-            name = context.storage_name(POLICY_WEIGHTS, rank)
+            name = context.storage_name(POLICY_WEIGHTS, replica * degree + rank)
             shared[rank] = await broker.open_storage(run_id, name, timeout_s=OPEN_TIMEOUT_S)
             parts = shards(shape.whole, model, rank=rank, degree=degree)
             layout = rank_layout(shape.whole, parts, rank=rank, degree=degree)

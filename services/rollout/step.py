@@ -85,7 +85,7 @@ class RolloutStep:
     async def advance(self) -> None:
         """Let the update begin once nothing decodes any more; take what it pushes."""
         own, view = self._run.own, self._scope.view
-        if self._hold is not None and view.window_closed is not None:
+        if self._hold is not None and view.window_closed:
             self._scope.give_back(self._hold)
             self._hold = None
         if own is not None and view.push is not None and not self._taking:
@@ -263,7 +263,7 @@ class RolloutStep:
         scope, group = self._scope, finished.group
         self._finished[group] = finished
         lease: LeaseId | None = None
-        consumers = self._readers()
+        consumers = self._readers(group)
         if consumers:
 
             def fill(out: Mapping[str, torch.Tensor]) -> None:
@@ -289,13 +289,13 @@ class RolloutStep:
         span = WorkSpan(task=Task.DECODE, start_ns=start_ns, end_ns=end_ns)
         await scope.publish(body, group, span=span)
 
-    def _readers(self) -> list[Participant]:
+    def _readers(self, group: GroupId) -> list[Participant]:
         if not self._training:
             return []
-        context = self._run.context
-        readers = [*context.readers(Service.LEARNER)]
+        context, planned = self._run.context, self._scope.view.groups[group].planned
+        readers = [*context.readers(Service.LEARNER, planned)]
         if context.recipe.needs_reference:
-            readers += context.readers(Service.REFERENCE)
+            readers += context.readers(Service.REFERENCE, planned)
         return readers
 
     # ---------------------------------------------------------------- rewards
@@ -321,7 +321,7 @@ class RolloutStep:
             reasons = "; ".join(
                 f"{f.function} on response {f.sample}: {f.cause}" for f in outcome.failures
             )
-            body = bodies.GroupDropped(code="reward", reason=reasons, sample=state.sample)
+            body = bodies.GroupDropped(code="reward", reason=reasons, sample=state.planned.sample)
         else:
             body = bodies.GroupRewarded(rewards=outcome.rewards, failures=len(outcome.failures))
         await scope.publish(body, group, span=span, cause_id=cause_id)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-# all_gather_into_tensor before torch 2.13
+# Of other names before torch 2.13.
 _gather_tensors = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_sum_parts = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RankGroup:
@@ -51,11 +52,21 @@ class RankGroup:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values
 
+    def sum_own(self, values: Tensor) -> Tensor:
+        """Overwrite this rank's row by its sum over the ranks; the others are of no use then.
+
+        Args: values: [n, r, ...] contiguous.
+        Returns: [r, ...], a view.
+        """
+        own = values[self.rank]
+        _sum_parts(own, values.flatten(0, 1), dist.ReduceOp.SUM, group=self._group)
+        return own
+
     def gather(self, own: Tensor, out: Tensor) -> None:
         """Write every rank's contiguous tensor.
 
         Args:
-            own: [r, ...].
+            own: [r, ...]; it may be this rank's row of `out`.
             out: [n, r, ...] contiguous; written in the order of the ranks.
         """
         _gather_tensors(out.flatten(0, 1), own, group=self._group)

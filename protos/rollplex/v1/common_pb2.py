@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/rollplex/v1/common.proto\x12\x0brollplex.v1\"N\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\",\n\x0bParticipant\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\xaf\x02\n\x08StepPlan\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.rollplex.v1.StepMode\x12\x10\n\x08schedule\x18\x05 \x01(\t\x12\x17\n\x0fweights_version\x18\x06 \x01(\x04\x12)\n\x06groups\x18\x07 \x03(\x0b\x32\x19.rollplex.v1.PlannedGroup\x12\x19\n\x11samples_per_group\x18\x08 \x01(\r\x12\x0e\n\x06greedy\x18\t \x01(\x08\x12\x17\n\nreplay_dir\x18\n \x01(\tH\x00\x88\x01\x01\x12(\n\x05\x61head\x18\x0b \x03(\x0b\x32\x19.rollplex.v1.PlannedGroupB\r\n\x0b_replay_dir\"M\n\x0cPlannedGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05split\x18\x02 \x01(\t\x12\x0e\n\x06sample\x18\x03 \x01(\x04\x12\x0f\n\x07replica\x18\x04 \x01(\r\"y\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0f\n\x07service\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x11\n\tretryable\x18\x07 \x01(\x08*N\n\x08StepMode\x12\x19\n\x15STEP_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTEP_MODE_TRAIN\x10\x01\x12\x12\n\x0eSTEP_MODE_EVAL\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/rollplex/v1/common.proto\x12\x0brollplex.v1\"N\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\",\n\x0bParticipant\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\"\xaf\x02\n\x08StepPlan\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12#\n\x04mode\x18\x04 \x01(\x0e\x32\x15.rollplex.v1.StepMode\x12\x10\n\x08schedule\x18\x05 \x01(\t\x12\x17\n\x0fweights_version\x18\x06 \x01(\x04\x12)\n\x06groups\x18\x07 \x03(\x0b\x32\x19.rollplex.v1.PlannedGroup\x12\x19\n\x11samples_per_group\x18\x08 \x01(\r\x12\x0e\n\x06greedy\x18\t \x01(\x08\x12\x17\n\nreplay_dir\x18\n \x01(\tH\x00\x88\x01\x01\x12(\n\x05\x61head\x18\x0b \x03(\x0b\x32\x19.rollplex.v1.PlannedGroupB\r\n\x0b_replay_dir\"f\n\x0cPlannedGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05split\x18\x02 \x01(\t\x12\x0e\n\x06sample\x18\x03 \x01(\x04\x12\x0f\n\x07replica\x18\x04 \x01(\r\x12\x17\n\x0frollout_replica\x18\x05 \x01(\r\"y\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0f\n\x07service\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x11\n\tretryable\x18\x07 \x01(\x08*N\n\x08StepMode\x12\x19\n\x15STEP_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTEP_MODE_TRAIN\x10\x01\x12\x12\n\x0eSTEP_MODE_EVAL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.rollplex.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STEPMODE']._serialized_start=682
-  _globals['_STEPMODE']._serialized_end=760
+  _globals['_STEPMODE']._serialized_start=707
+  _globals['_STEPMODE']._serialized_end=785
   _globals['_TENSORSPEC']._serialized_start=48
   _globals['_TENSORSPEC']._serialized_end=126
   _globals['_PARTICIPANT']._serialized_start=128
@@ -40,7 +40,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPPLAN']._serialized_start=175
   _globals['_STEPPLAN']._serialized_end=478
   _globals['_PLANNEDGROUP']._serialized_start=480
-  _globals['_PLANNEDGROUP']._serialized_end=557
-  _globals['_ERRORDETAIL']._serialized_start=559
-  _globals['_ERRORDETAIL']._serialized_end=680
+  _globals['_PLANNEDGROUP']._serialized_end=582
+  _globals['_ERRORDETAIL']._serialized_start=584
+  _globals['_ERRORDETAIL']._serialized_end=705
 # @@protoc_insertion_point(module_scope)

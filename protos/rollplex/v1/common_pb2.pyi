@@ -166,13 +166,16 @@ class PlannedGroup(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    ROLLOUT_REPLICA_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     split: _builtins.str
     """"train" or "eval" """
     sample: _builtins.int
     """row of that split"""
     replica: _builtins.int
-    """data-parallel replica that does all work of the group"""
+    """data-parallel replica of training that does its part of the group"""
+    rollout_replica: _builtins.int
+    """replica of the rollout that decodes it"""
     def __init__(
         self,
         *,
@@ -180,10 +183,11 @@ class PlannedGroup(_message.Message):
         split: _builtins.str = ...,
         sample: _builtins.int = ...,
         replica: _builtins.int = ...,
+        rollout_replica: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "replica", b"replica", "sample", b"sample", "split", b"split"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "replica", b"replica", "rollout_replica", b"rollout_replica", "sample", b"sample", "split", b"split"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,13 @@ def two_gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield lab
 
 
+@pytest.fixture
+def two_replica_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """The same with two replicas of one rank, on a GPU each."""
+    with _lab(request, "replicas", dp=2) as lab:
+        yield lab
+
+
 @contextmanager
 def _lab(request: pytest.FixtureRequest, name: str, **settings: Any) -> Iterator[Lab]:
     failed_before = request.session.testsfailed

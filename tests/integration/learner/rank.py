@@ -41,6 +41,7 @@ def main(rank, folder, degree, replicas):
         "all_true": [ranks.all_true(True), ranks.all_true(rank == 0)],
         # Rank 0 is in the first replica.
         "agree": [ranks.agree(True), ranks.agree(rank != 0)],
+        "everyones": ranks.everyones([rank, rank / 4]),
     }
     for size in SIZES:
         shared = Replicas(size, ranks.replicas)

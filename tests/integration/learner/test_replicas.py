@@ -31,6 +31,7 @@ def test_replicas_meet(tmp_path, replicas, degree):
         assert (seen["replica"], seen["tensor"] or 0) == (replica, tensor)
         assert seen["all_true"] == [True, False]
         assert seen["agree"] == [True, replica != 0]
+        assert seen["everyones"] == [[one, one / 4] for one in range(replicas * degree)]
         # The ranks with the same part of the model are `degree` apart.
         factor = sum(other * degree + tensor + 1 for other in range(replicas))
         for size in SIZES:

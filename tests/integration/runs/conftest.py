@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TIGHT_ROOM_BYTES = 1_700_000
-DEGREES = ((2, 1), (1, 2))
-WIDE_DEGREES = ((4, 1), (4, 2), (2, 4))
-"""Of training and of the rollout."""
+SIDES = (((2, 1), (1, 2)), ((1, 2), (2, 1)))
+WIDE_SIDES = (
+    ((1, 1), (2, 1)),
+    ((1, 1), (1, 2)),
+    ((4, 1), (2, 2)),
+    ((4, 1), (1, 4)),
+    ((2, 2), (4, 1)),
+)
+"""Degree and replicas of training, and of the rollout."""
 VOCABULARY = 368
 """Divided by any number of ranks here."""
 SPEC = REPOSITORY / "rollplex" / "verify" / "model.toml"
@@ -76,28 +82,37 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
         yield node
 
 
-def between(degrees: tuple[int, int]) -> str:
+def between(sides: tuple[tuple[int, int], tuple[int, int]]) -> str:
     """The name of a test's parameter."""
-    return "to".join(map(str, degrees))
+    return "to".join("x".join(map(str, side)) for side in sides)
 
 
-@pytest.fixture(scope="module", params=DEGREES, ids=between)
+@pytest.fixture(scope="module", params=SIDES, ids=between)
 def unequal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """A node of the module's own, whose rollout has another degree than training."""
+    """A node of the module's own, whose rollout has another degree and other replicas than
+    training."""
     with _unequal(request) as node:
         yield node
 
 
-@pytest.fixture(scope="module", params=WIDE_DEGREES, ids=between)
+@pytest.fixture(scope="module", params=WIDE_SIDES, ids=between)
 def wide_node(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """As `unequal_node`, of more processes."""
+    """As `unequal_node`, of other numbers."""
     with _unequal(request) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """A node of the module's own, with two replicas of each service that computes."""
+    """A node of the module's own, with two replicas of each service that computes, each of which
+    takes turns."""
+    with _running(request, dp=2, governor="on", deadlines=Deadlines(start_s=300.0)) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def free_replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    """As `replicated_node`, without turns."""
     with _running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
         yield node
 
@@ -151,6 +166,7 @@ def no_run_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         "unequal_node",
         "wide_node",
         "replicated_node",
+        "free_replicated_node",
         "replicated_parallel_node",
         "tight_node",
         "faulty_node",
@@ -176,9 +192,9 @@ async def _stop_all(node: Node) -> None:
 
 @contextmanager
 def _unequal(request: pytest.FixtureRequest) -> Iterator[Node]:
-    train_tp, rollout_tp = request.param
-    deadlines = Deadlines(start_s=300.0)
-    with _running(request, train_tp=train_tp, rollout_tp=rollout_tp, deadlines=deadlines) as node:
+    (train_tp, dp), (rollout_tp, rollout_dp) = request.param
+    sides = {"train_tp": train_tp, "dp": dp, "rollout_tp": rollout_tp, "rollout_dp": rollout_dp}
+    with _running(request, **sides, deadlines=Deadlines(start_s=400.0)) as node:
         yield node
 
 

@@ -347,7 +347,7 @@ class Striker:
         )
 
     async def _push_over(self) -> bool:
-        return bool(self.seen.of_epoch(bodies.PushEnded))
+        return self.seen.push_is_over
 
     async def _is_durable(self, version: int) -> bool:
         records = await self._ledger.durable(RunId(self._run_id))

@@ -56,10 +56,13 @@ def steady(path: Path, schedule: Schedule, **training: Any) -> Recipe:
     )
 
 
-async def recorded(alone: Lab) -> Finished:
-    """One rank's run, and what it sampled."""
-    wanted = steady(alone.model, Schedule.SERIAL, record_responses=True)
-    (run,) = await alone.succeeded({"alone": wanted})
+async def recorded(alone: Lab, *, groups: int = 4) -> Finished:
+    """One rank's run, and what it sampled.
+
+    Args: groups: of a step.
+    """
+    wanted = steady(alone.model, Schedule.SERIAL, record_responses=True, prompts_per_step=groups)
+    (run,) = await alone.succeeded({f"alone-{groups}": wanted})
     return run
 
 

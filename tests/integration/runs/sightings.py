@@ -76,8 +76,12 @@ class Sightings:
         return bool(self.of_epoch(bodies.WindowOpened)) and not self.of_epoch(bodies.WindowClosed)
 
     @property
+    def push_is_over(self) -> bool:
+        return bool(self.of_epoch(bodies.PushEnded)) and not self.push_is_open
+
+    @property
     def push_is_open(self) -> bool:
-        return bool(self.of_epoch(bodies.PushBegan)) and not self.of_epoch(bodies.PushEnded)
+        return len(self.of_epoch(bodies.PushBegan)) > len(self.of_epoch(bodies.PushEnded))
 
     @property
     def groups_done(self) -> int:

@@ -60,6 +60,11 @@ def misbehaving_reward(completion: str, row: Mapping[str, Any]) -> float:
     return checksum_reward(completion, row)
 
 
+def overflowing_reward(completion: str, row: Mapping[str, Any]) -> float:
+    """No loss in float32 can hold it."""
+    return 1e300 * checksum_reward(completion, row)
+
+
 def raising_reward(completion: str, row: Mapping[str, Any]) -> float:
     """Raises for one row of the data set."""
     if int(row["index"]) == 3:

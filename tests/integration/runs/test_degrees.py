@@ -1,13 +1,16 @@
-"""Training at one tensor-parallel degree and rollout at another make the update of one rank."""
+"""Training at one tensor-parallel degree and rollout at another, of other replicas, make the update
+of one rank."""
 
 from __future__ import annotations
 
 import pytest
+from safetensors.numpy import load_file
 
 from common.errors import InvalidArgument
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing
+from common.step.gpus import rollout_place
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.models import RunState
@@ -41,12 +44,16 @@ def degrees_of(lab):
     return lab.node.deployment.train_tp, lab.node.deployment.rollout_tp
 
 
-def planned_bytes(model, degrees):
+def planned_bytes(lab):
     """What the plan says of all ranks of the rollout together."""
-    train_tp, rollout_tp = degrees
-    shape, size = read_shape(str(model)), FLOAT32_BYTES
+    partners, (train_tp, rollout_tp) = lab.node.deployment.partners, degrees_of(lab)
+    shape, size = read_shape(str(lab.model)), FLOAT32_BYTES
     plan = node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=size)
-    ranks = [rollout_sharing(plan, rank) for rank in range(rollout_tp)]
+    ranks = [
+        rollout_sharing(plan, rank, place=rollout_place(partners, replica))
+        for replica in range(partners.replica_count(Service.ROLLOUT))
+        for rank in range(rollout_tp)
+    ]
     return {
         "weights_alias_bytes": sum(one.alias_bytes for one in ranks),
         "weights_gather_bytes": 0,
@@ -61,9 +68,13 @@ async def same_update(alone, unequal, schedule):
     (actual,) = await unequal.succeeded({f"unequal-{schedule}": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
     for step in actual.steps:
-        metrics, planned = step["metrics"], planned_bytes(unequal.model, degrees_of(unequal))
+        metrics = step["metrics"]
         # of the rollout's ranks and training's: the second step's are of updated weights
         assert metrics["mismatch_abs_max"] <= CLOSE
+        if len(set(degrees_of(unequal))) == 1:
+            assert "weights_alias_bytes" not in metrics
+            continue
+        planned = planned_bytes(unequal)
         assert {key: metrics[key] for key in planned} == planned
         assert metrics["time_weights_refresh_s"] > 0
 
@@ -86,8 +97,46 @@ async def test_fused_runs_where_key_value_heads_nest_and_is_refused_elsewhere(
             await client.create_run(steady(unequal.model, Schedule.FUSED))
 
 
-async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
-    train_tp, rollout_tp = degrees
+async def test_every_replica_samples_the_same_responses(alone, unequal):
+    await same_responses(alone, unequal)
+
+
+async def same_responses(alone, unequal):
+    """Those that one rank samples, each group's where it is bound to."""
+    expected = await recorded(alone)
+    wanted = steady(unequal.model, Schedule.SERIAL, steps=1, record_responses=True)
+    (actual,) = await unequal.succeeded({"sampled": wanted})
+    one, several = (
+        {
+            name: tensor.tolist()
+            for path in (run.folder / "responses").glob("step-00000000*")
+            for name, tensor in load_file(path).items()
+        }
+        for run in (expected, actual)
+    )
+    assert several == one
+    done = [line for line in actual.timeline if line["task"] == "decode"]
+    partners = unequal.node.deployment.partners
+    assert {(line["group"], line["participant"]) for line in done} == {
+        (group, str(partners.all(Service.ROLLOUT, replica=replica)[0]))
+        for group in range(4)
+        for replica in [partners.bound(group, Service.ROLLOUT)]
+    }
+
+
+async def test_a_replica_of_either_side_may_have_no_group(alone, unequal):
+    expected = await recorded(alone, groups=1)
+    replay = {"prompts_per_step": 1, "replay_from": str(expected.folder)}
+    wanted = steady(unequal.model, Schedule.ROLLPLEX, eval_prompts=3, **replay)
+    data = wanted.data.model_copy(update={"eval": wanted.data.train})
+    wanted = wanted.model_copy(update={"data": data})
+    (actual,) = await unequal.succeeded({"one-group": wanted})
+    assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
+    groups = [(step["mode"], step["metrics"]["groups"]) for step in actual.steps]
+    assert groups == [("eval", 3), ("train", 1), ("train", 1), ("eval", 3)]
+
+
+async def test_ranks_of_both_degrees_read_the_same_weights(unequal):
     wanted = steady(unequal.model, Schedule.SERIAL, steps=50)
     async with unequal.node.client() as client:
         run = await client.create_run(wanted, run_dir=unequal.folder / "verified")
@@ -101,8 +150,8 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
         assert (await client.wait_run(run.run_id)).state is RunState.STOPPED
     assert report.differences == ()
     policy = {one.consumer: one.checksums for one in report.read if one.role is ModelRole.POLICY}
-    ranks = {Service.LEARNER: train_tp, Service.PREFIX_ENCODER: train_tp}
-    ranks[Service.ROLLOUT] = rollout_tp
+    readers = (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT)
+    ranks = {service: unequal.node.deployment.ranks(service) for service in readers}
     assert policy.keys() == {f"{name}/{r}" for name, count in ranks.items() for r in range(count)}
     pieces = {
         service: {key for rank in range(count) for key in policy[f"{service}/{rank}"]}
@@ -111,14 +160,16 @@ async def test_ranks_of_both_degrees_read_the_same_weights(unequal, degrees):
     assert pieces[Service.LEARNER] == pieces[Service.PREFIX_ENCODER] == pieces[Service.ROLLOUT]
 
 
-async def test_a_run_survives_the_death_of_any_rank(unequal, degrees):
-    train_tp, rollout_tp = degrees
-    blows = (
-        (Striker.window, f"rollout/{rollout_tp - 1}"),
-        (Striker.learner_accumulates, f"learner/{train_tp - 1}"),
-        (Striker.updating, f"learner/{train_tp - 1}"),
+async def test_a_run_survives_the_death_of_any_rank(unequal):
+    last = {service: unequal.node.deployment.ranks(service) - 1 for service in Service}
+    blows = [
+        (Striker.window, f"rollout/{last[Service.ROLLOUT]}"),
+        (Striker.learner_accumulates, f"learner/{last[Service.LEARNER]}"),
+        (Striker.updating, f"learner/{last[Service.LEARNER]}"),
         (Striker.durable, "learner/0"),
-        (Striker.begun, "rollout/0"),
-    )
+    ]
+    if unequal.node.deployment.dp == 1:
+        # One prefix-encoder can be held for it, not those of several replicas.
+        blows.append((Striker.begun, "rollout/0"))
     wanted = steady(unequal.model, Schedule.ROLLPLEX, steps=12)
     await assert_survives(unequal, wanted, blows)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.errors import RollplexError
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.step.schedule import Schedule
+from common.vlm.loading import empty_model, load_config, weight_layout
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import rank_layout, shards
 from rollplex.models import RunState
 from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Lab, reach
@@ -48,6 +52,22 @@ async def test_two_ranks_make_the_update_of_one(alone, together, schedule):
     wanted = steady(together.model, schedule, replay_from=str(expected.folder))
     (actual,) = await together.succeeded({f"together-{schedule}": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= 1e-5
+
+
+async def test_the_pushes_of_all_ranks_are_counted(alone, together):
+    expected = await recorded(alone)
+    schedule = Schedule.DISAGGREGATED
+    wanted = steady(together.model, schedule, replay_from=str(expected.folder))
+    (actual,) = await together.succeeded({f"together-{schedule}": wanted})
+    config = load_config(together.model)
+    whole = weight_layout(
+        empty_model(config, dtype=torch.float32), train_vision=True, dtype=torch.float32
+    )
+    elements = 0
+    for rank in range(2):
+        parts = shards(whole, config_shape(config), rank=rank, degree=2)
+        elements += rank_layout(whole, parts, rank=rank, degree=2).trainable_elements
+    assert [step["metrics"]["push_bytes"] for step in actual.steps] == [4.0 * elements] * STEPS
 
 
 async def test_two_ranks_go_on_from_the_checkpoint_of_one(alone, together):

@@ -6,18 +6,24 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from common.data.order import step_samples
 from common.events.bodies import ModelRole
+from common.governor.table import load_table
 from common.ids import Service
 from common.step.schedule import Schedule
+from common.step.tasks import OWNER
+from common.vlm.loading import empty_model, load_config, weight_layout
+from common.worker.governor import TABLES_FOLDER
+from common.worker.live_decode import BACKGROUND
 from rollplex.models import RunState
 from rollplex.verify.task import ROWS
 from tests.integration.runs import task
 from tests.integration.runs.deaths import assert_survives
 from tests.integration.runs.lab import Finished, Lab, reach
 from tests.integration.runs.moments import Striker
-from tests.integration.runs.recipes import recipe, relative_difference
+from tests.integration.runs.recipes import different, recipe, relative_difference
 from tests.integration.runs.test_samples import named
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(600)]
@@ -89,6 +95,21 @@ async def test_two_replicas_make_the_update_of_one(lab, replicated, schedule, gr
     }
     assert {group for group, _ in done} == set(range(groups))
     assert all(name.endswith(f"/{group % 2}") for group, name in done)
+
+
+async def test_jobs_take_turns_beside_the_decode_of_their_replica(lab, replicated):
+    """And are measured by it."""
+    options = {"prompts_per_step": 5, "optimizer_part_mib": PART_MIB}
+    fused = await repeated(replicated, await recorded(lab, 5), Schedule.FUSED, **options)
+    for replica in range(2):
+        logs = [replicated.node.log(f"{service}-{replica}") for service in BACKGROUND]
+        assert any("beside the decode" in log for log in logs)
+    measured = fused.folder / TABLES_FOLDER
+    for path in measured.glob("*.json"):
+        service = Service(path.stem.removesuffix("-1"))
+        assert {OWNER[entry.task] for entry in load_table(path).entries} == {service}
+    if measured.exists():
+        load_table(measured)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.FUSED])
@@ -167,6 +188,25 @@ async def test_every_replica_reads_the_weights_of_its_learner(replicated):
     policy = {one.consumer for one in report.read if one.role is ModelRole.POLICY}
     readers = (Service.LEARNER, Service.PREFIX_ENCODER, Service.ROLLOUT)
     assert policy == {f"{service}/{rank}" for service in readers for rank in range(2)}
+
+
+async def test_each_replica_pushes_to_its_rollout(replicated):
+    """Whose tokens are those of a rollout that shares its weights."""
+    serial, apart = await replicated.succeeded(
+        {
+            f"sampled-{schedule}": steady(
+                replicated, schedule, prompts_per_step=3, optimizer_part_mib=PART_MIB
+            )
+            for schedule in (Schedule.SERIAL, Schedule.DISAGGREGATED)
+        }
+    )
+    assert different(serial.tensors, apart.tensors) == []
+    assert apart.run.restarts == 0
+    weights = empty_model(load_config(replicated.model), dtype=torch.float32)
+    layout = weight_layout(weights, train_vision=True, dtype=torch.float32)
+    for step in apart.steps:
+        assert step["metrics"]["push_bytes"] == 2 * 4 * layout.trainable_elements
+        assert step["metrics"]["push_s"] > 0
 
 
 async def test_a_run_survives_the_death_of_a_rank_of_either_replica(replicated):

@@ -50,8 +50,10 @@ def test_every_rank_has_ports_of_its_own():
 
 
 def test_there_are_ports_for_ten_ranks_of_a_service():
-    with pytest.raises(ConfigError, match="dp = 4 with train_tp = 3: a service has at most 10"):
+    with pytest.raises(ConfigError, match="at most 10 processes, and learner 12; lower one"):
         load_deployment(None, ["train_tp=3", "rollout_tp=3", "dp=4"])
+    with pytest.raises(ConfigError, match="at most 10 processes, and rollout 12; lower one"):
+        load_deployment(None, ["rollout_tp=3", "rollout_dp=4"])
 
 
 def test_ports_of_the_system_and_single_exceptions():
@@ -170,13 +172,6 @@ def test_wrong_value_is_named(item, words):
         load_deployment(None, [item])
 
 
-@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
-def test_several_replicas_run_ungoverned_on_the_cpu(item):
-    name, _, value = item.partition("=")
-    with pytest.raises(ConfigError, match=f"dp = 2 with {name} = ['\"]{value}"):
-        load_deployment(None, ["dp=2", item])
-
-
 def test_every_replica_has_all_ranks():
     deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "dp=3"])
     assert {service: deployment.ranks(service) for service in Service} == {
@@ -188,19 +183,86 @@ def test_every_replica_has_all_ranks():
     assert (place.replica, place.tensor_rank) == (2, 1)
 
 
-def test_several_ranks_have_a_gpu_each_and_are_governed():
-    deployment = load_deployment(None, ["train_tp=2", "rollout_tp=2", "device=cuda"])
-    assert deployment.gpus == 2
+@pytest.mark.parametrize(("dp", "gpus"), [(1, 2), (3, 6)])
+def test_every_rank_of_every_replica_has_a_gpu_and_is_governed(dp, gpus):
+    deployment = load_deployment(
+        None, ["train_tp=2", "rollout_tp=2", f"dp={dp}", "device=cuda", "governor=on"]
+    )
+    assert deployment.gpus == gpus
     assert deployment.governed
+    for service in WORKERS:
+        ranks = [Participant(service=service, rank=rank) for rank in range(gpus)]
+        assert [deployment.gpu(rank) for rank in ranks] == list(range(gpus))
 
 
 @pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
 def test_degrees_that_differ_run_ungoverned_on_the_cpu(item):
     name, _, value = item.partition("=")
     for train_tp, rollout_tp in ((2, 1), (1, 2)):
-        refused = f"train_tp = {train_tp} with rollout_tp = {rollout_tp}: .*{name} = '{value}'"
+        refused = f"train_tp = {train_tp} .* rollout_tp = {rollout_tp} .*: .*{name} = '{value}'"
         with pytest.raises(ConfigError, match=refused):
             load_deployment(None, [f"train_tp={train_tp}", f"rollout_tp={rollout_tp}", item])
+
+
+@pytest.mark.parametrize("item", ["device=cuda", "governor=on"])
+def test_so_do_replicas_of_the_rollout_of_a_number_of_their_own(item):
+    with pytest.raises(ConfigError, match=r"dp = 1 with rollout_tp = 1 and rollout_dp = 2: sides"):
+        load_deployment(None, ["rollout_dp=2", item])
+    assert load_deployment(None, ["rollout_dp=1", item]).rollout_replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout_tp", "replicas"),
+    [
+        ((1, 1), 1, 1),
+        ((2, 1), 1, 2),
+        ((4, 1), 2, 2),
+        ((1, 1), 2, 1),
+        ((1, 2), 2, 1),
+        ((2, 2), 4, 1),
+        ((2, 2), 2, 2),
+        ((3, 2), 1, 6),
+    ],
+    ids=str,
+)
+def test_the_rollout_fills_the_gpus_of_training(training, rollout_tp, replicas):
+    train_tp, dp = training
+    items = [f"train_tp={train_tp}", f"dp={dp}", f"rollout_tp={rollout_tp}"]
+    deployment = load_deployment(None, items)
+    assert deployment.rollout_replicas == replicas
+    assert deployment.ranks(Service.ROLLOUT) == rollout_tp * replicas
+    assert deployment.ranks(Service.REFERENCE) == train_tp * dp
+
+
+def test_the_rollout_may_have_more_or_fewer_replicas():
+    for replicas in (1, 2, 8):
+        deployment = load_deployment(None, ["dp=4", f"rollout_dp={replicas}"])
+        place = deployment.place(Participant(service=Service.ROLLOUT))
+        assert place.replicas == deployment.ranks(Service.ROLLOUT) == replicas
+        assert deployment.partners.replica_count(Service.ROLLOUT) == replicas
+        assert deployment.place(Participant(service=Service.LEARNER)).replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("items", "numbers"),
+    [
+        (["dp=2", "rollout_dp=3"], "dp = 2 with rollout_tp = 1 and rollout_dp = 3"),
+        (
+            ["train_tp=3", "dp=2", "rollout_tp=2"],
+            "dp = 2 with rollout_tp = 2 and rollout_dp = 3",
+        ),
+    ],
+)
+def test_replicas_that_cannot_share_groups_are_refused(items, numbers):
+    with pytest.raises(ConfigError, match=f"{numbers}: .* a multiple .*set rollout_dp"):
+        load_deployment(None, items)
+
+
+def test_a_rank_has_the_gpu_that_has_its_weights():
+    deployment = load_deployment(None, ["train_tp=4", "rollout_tp=2"])
+    ranks = [Participant(service=Service.ROLLOUT, rank=rank) for rank in range(4)]
+    assert [deployment.gpu(one) for one in ranks] == [0, 2, 1, 3]
+    assert deployment.gpu(Participant(service=Service.LEARNER, rank=3)) == 3
 
 
 def test_every_worker_has_the_ranks_of_its_side():
@@ -249,3 +311,11 @@ def test_a_rollout_apart_has_the_gpus_behind_those_of_training(
     assert deployment.gpu(Participant(service=Service.ROLLOUT)) == of_rollout
     assert deployment.gpu(Participant(service=Service.LEARNER)) == 0
     assert deployment.governed is (device == "cuda" and rollout_gpus == "shared")
+
+
+def test_a_rollout_apart_comes_behind_all_replicas_of_training():
+    settings = {"device": "cuda", "rollout_gpus": "own", "train_tp": 2, "rollout_tp": 2, "dp": 2}
+    deployment = Deployment(**settings)
+    assert deployment.gpus == 8
+    ranks = [Participant(service=Service.ROLLOUT, rank=rank) for rank in range(4)]
+    assert [deployment.gpu(rank) for rank in ranks] == [4, 5, 6, 7]

@@ -7,7 +7,17 @@ import dataclasses
 import pytest
 
 from common.events import Event, bodies
-from common.ids import Epoch, GroupId, LeaseId, Participant, Service, StepIndex, WeightsVersion
+from common.ids import (
+    WORKERS,
+    Epoch,
+    GroupId,
+    LeaseId,
+    Participant,
+    Service,
+    StepIndex,
+    WeightsVersion,
+)
+from common.step.partners import Partners
 from common.step.place import Place
 from common.step.tasks import Task
 from services.controller.metrics import StepObserver, covered_ns, overlap_fraction
@@ -296,7 +306,10 @@ def test_what_leaves_after_a_steps_record_is_of_the_next_one():
 
 
 def test_a_record_is_of_all_replicas():
-    groups = tuple(dataclasses.replace(group, replica=group.group) for group in PLAN.groups)
+    groups = tuple(
+        dataclasses.replace(group, replica=group.group, rollout_replica=group.group)
+        for group in PLAN.groups
+    )
     observer = StepObserver(
         dataclasses.replace(PLAN, groups=groups),
         needs_reference=True,
@@ -319,3 +332,65 @@ def test_a_record_is_of_all_replicas():
     assert metrics["prefix_overlap_fraction"] == 0.5
     windows = [row for row in observer.spans() if row.task == "window"]
     assert [row.participant for row in windows] == ["rollout/0", "rollout/2"]
+
+
+def rollouts(training, number):
+    """One rank in each replica."""
+    return Partners(
+        dict.fromkeys(WORKERS, 1), dict.fromkeys(WORKERS, training) | {Service.ROLLOUT: number}
+    )
+
+
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1)], ids=str)
+def test_work_is_hidden_in_any_window_of_its_family_and_only_once(replicas):
+    """Seconds: windows 10 to 14 and 12 to 16, or one of both; a prefix from 11 to 17."""
+    training, number = replicas
+    partners = rollouts(training, number)
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replica=partners.bound(group.group, Service.LEARNER),
+            rollout_replica=partners.bound(group.group, Service.ROLLOUT),
+        )
+        for group in PLAN.groups
+    )
+    observer = StepObserver(
+        dataclasses.replace(PLAN, groups=groups),
+        needs_reference=False,
+        place=Place(replicas=training),
+        partners=partners,
+    )
+    edges = [(10, 14), (12, 16)] if number == 2 else [(10, 16)]
+    for rank, (opened, closed) in enumerate(edges):
+        sender = Participant(service=Service.ROLLOUT, rank=rank)
+        work = span(Task.DECODE, opened - 1, opened)
+        assert _apply(observer, bodies.WindowOpened(), work=work, sender=sender)
+        body = bodies.WindowClosed(decode_iterations=1, response_tokens=1)
+        assert _apply(observer, body, work=span(Task.DECODE, opened, closed), sender=sender)
+    sender = Participant(service=Service.PREFIX_ENCODER, rank=training - 1)
+    group, work = training - 1, span(Task.POLICY_PREFIX, 11, 17)
+    assert _apply(observer, _encoded("policy"), group=group, work=work, sender=sender)
+    metrics = observer.record(None).metrics
+    assert metrics["prefix_overlap_fraction"] == pytest.approx(5 / 6)
+    assert metrics["window_s"] == 6.0
+
+
+def test_the_first_picture_of_a_family_alone_cannot_hide():
+    """Another replica of the rollout decodes meanwhile."""
+    partners = rollouts(1, 2)
+    groups = tuple(
+        dataclasses.replace(group, rollout_replica=partners.bound(group.group, Service.ROLLOUT))
+        for group in PLAN.groups
+    )
+    observer = StepObserver(
+        dataclasses.replace(PLAN, groups=groups), needs_reference=False, partners=partners
+    )
+    for group, start in ((0, 5), (1, 6)):
+        work = span(Task.POLICY_VISION, start, start + 1)
+        assert _apply(observer, _vision(), group=group, work=work)
+    opened = span(Task.DECODE, 6, 6)
+    sender = Participant(service=Service.ROLLOUT)
+    assert _apply(observer, bodies.WindowOpened(), work=opened, sender=sender)
+    body = bodies.WindowClosed(decode_iterations=1, response_tokens=1)
+    assert _apply(observer, body, work=span(Task.DECODE, 6, 9), sender=sender)
+    assert observer.record(None).metrics["hidden_fraction"] == 1.0

@@ -112,15 +112,23 @@ def test_sglang_cuts_no_padded_table(model):
         check_ranks(sampled_by_sglang(model), node(2, engine_python=sys.executable))
 
 
-def test_replicas_push_no_weights(tmp_path):
+def test_a_rollout_of_other_replicas_is_not_pushed_to(tmp_path):
     wanted = recipe(tmp_path / "absent", Schedule.DISAGGREGATED)
-    check_ranks(wanted, node(1))
-    with pytest.raises(InvalidArgument, match=r'"disaggregated" on a node with dp = 2'):
-        check_ranks(wanted, Deployment(dp=2))
+    refused = r'"disaggregated" on a node with .*dp = 1, .* and rollout_dp = 2: .*replicas'
+    with pytest.raises(InvalidArgument, match=refused):
+        check_ranks(wanted, Deployment(rollout_dp=2))
 
 
-def test_replicas_may_drop_groups(model):
+@pytest.mark.parametrize("schedule", set(Schedule) - OWN_WEIGHTS)
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 4)], ids=str)
+def test_replicas_of_another_number_run_every_other_schedule(tmp_path, schedule, replicas):
+    node = Deployment(dp=replicas[0], rollout_dp=replicas[1])
+    check_ranks(recipe(tmp_path / "absent", schedule), node)
+
+
+def test_replicas_may_drop_groups_and_push_weights(model):
     check_ranks(rewarded(model, "drop_group"), Deployment(dp=2))
+    check_ranks(scheduled(model, Schedule.DISAGGREGATED), Deployment(dp=2))
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

@@ -10,7 +10,8 @@ import pytest
 from common.config.loading import check
 from common.config.recipe import Recipe
 from common.errors import InvalidArgument, ResourceExhausted
-from common.ids import Epoch, StepIndex, WeightsVersion
+from common.ids import Epoch, Service, StepIndex, WeightsVersion
+from common.step.partners import Partners
 from common.step.place import Place
 from common.step.plan import StepMode
 from common.vlm.tiny import tiny_config
@@ -181,7 +182,7 @@ def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
 
 
 @pytest.mark.parametrize(
-    ("training", "device", "ranks", "elements"),
+    ("training", "device", "degree", "elements"),
     [
         # 1001 elements of 8 bytes in parts of 1 KiB: seven of 128, and a last one.
         ({}, "cuda", 1, 3 * 128),
@@ -197,35 +198,57 @@ def test_the_storages_of_a_run_are_sized(model, table, kl, expected):
     ],
 )
 def test_of_optimizer_state_that_is_spilled_the_parts_in_flight_need_room(
-    model, training, device, ranks, elements
+    model, training, device, degree, elements
 ):
     parts = {"optimizer_part_mib": 1 / 1024} | training
     recipe = _recipe(model={"path": str(model)}, training=parts)
-    needed = needed_bytes(recipe, device=device, place=Place(degree=ranks))
+    needed = needed_bytes(recipe, device=device, place=Place(degree=degree))
     assert needed["policy.optimizer"] == 8 * elements
 
 
 @pytest.mark.parametrize(
-    ("rollout_ranks", "elements"),
-    # Two ranks have the joined projections of two blocks once more.
-    [(None, None), (1, None), (2, 2 * 3 * 64 * (64 + 1))],
+    ("rollout", "elements"),
+    # Two ranks have the joined projections of two blocks once more, in every replica.
+    [
+        (None, None),
+        ((1, 1), None),
+        ((1, 2), None),
+        ((2, 1), 2 * 3 * 64 * (64 + 1)),
+        ((2, 3), 3 * 2 * 3 * 64 * (64 + 1)),
+    ],
+    ids=str,
 )
-def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout_ranks, elements):
+def test_what_a_rollout_of_another_degree_rebuilds_needs_room(model, rollout, elements):
     tower = {"vision_hidden_size": 64, "vision_heads": 2}
     (model / "config.json").write_text(json.dumps(tiny_config(**tower).to_dict()))
     recipe = _recipe(model={"path": str(model)})
-    needed = needed_bytes(recipe, device="cpu", place=Place(), rollout_ranks=rollout_ranks)
+    partners = None
+    if rollout is not None:
+        partners = Partners({Service.ROLLOUT: rollout[0]}, {Service.ROLLOUT: rollout[1]})
+    needed = needed_bytes(recipe, device="cpu", place=Place(), partners=partners)
     bytes_ = None if elements is None else 4 * elements
     assert needed.get("rollout.weights") == bytes_
 
 
 def test_replicas_share_the_optimizers_state_alone(model):
-    recipe = _recipe(model={"path": str(model)}, algorithm={"kl_coefficient": 0.1})
+    recipe = _recipe(
+        model={"path": str(model)},
+        algorithm={"kl_coefficient": 0.1},
+        training={"schedule": "disaggregated"},
+    )
     one = needed_bytes(recipe, device="cpu", place=Place())
     three = needed_bytes(recipe, device="cpu", place=Place(replicas=3))
     assert three.pop("policy.optimizer") == one.pop("policy.optimizer")
     assert three == {name: 3 * size for name, size in one.items()}
-    assert "reference.weights" in one
+    assert {"reference.weights", "rollout.weights"} <= one.keys()
+
+
+def test_a_gpu_has_one_rank_of_one_replica(model):
+    recipe = _recipe(model={"path": str(model)}, training={"spill_optimizer": False})
+    one = needed_bytes(recipe, device="cuda", place=Place())
+    four = needed_bytes(recipe, device="cuda", place=Place(degree=2, replicas=2))
+    assert four.pop("policy.optimizer") == one.pop("policy.optimizer") // 4
+    assert four == {name: size // 2 for name, size in one.items()}
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_ledger(model):

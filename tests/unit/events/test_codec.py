@@ -35,7 +35,7 @@ PLAN = StepPlan(
     replay_dir="/somewhere",
     ahead=(
         PlannedGroup(group=GroupId(0), split="eval", sample=3),
-        PlannedGroup(group=GroupId(1), split="eval", sample=4),
+        PlannedGroup(group=GroupId(1), split="eval", sample=4, replica=1, rollout_replica=2),
     ),
 )
 LEARNER = Participant(service=Service.LEARNER, rank=2)

@@ -82,6 +82,12 @@ def test_a_table_is_read_from_toml(tmp_path):
     assert [found.task for found in load_table(path).entries] == [None, Task.REFERENCE_SCORE]
 
 
+def test_what_two_tables_of_a_folder_have_is_their_mean(tmp_path):
+    for number, one in enumerate((entry(8, 48, 1.25, 0.25), entry(8, 48, 1.5, 0.75))):
+        (tmp_path / f"{number}.json").write_text(table(one).resolved_json())
+    assert load_table(tmp_path).entries == (entry(8, 48, 1.375, 0.5),)
+
+
 def test_the_tables_of_a_folder_are_read_as_one(tmp_path):
     parts = [table(entry(8, 48, 1.2, 0.4, task)) for task in (TASK, Task.REFERENCE_SCORE)]
     for number, part in enumerate(parts):

@@ -7,12 +7,13 @@ arrives next is the test's choice.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.events import bodies
 from common.events.bodies import ModelRole
-from common.ids import GroupId, LeaseId, Participant
+from common.ids import WORKERS, GroupId, LeaseId, Participant, Service
+from common.step.partners import Partners
 from common.step.schedule import Schedule
 from common.step.tasks import Task
 from common.step.view import StepView
@@ -29,6 +30,7 @@ from tests.unit.broker.driver import (
     Driver,
     pages,
 )
+from tests.unit.step.test_partners import bound
 from tests.unit.step.test_schedule import event, plan
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ READS = {
     Task.PREFIX_BACKWARD: (ENCODER, "gradient"),
 }
 PLACES = 2
-"""Groups that decode at a time."""
+"""Groups that decode at a time in a replica of the rollout."""
 PEOPLE = (ENCODER, LEARNER, REFERENCE, ROLLOUT)
 SIZES = LeaseSizes(
     kv_bytes_per_token=300,
@@ -63,7 +65,9 @@ SIZES = LeaseSizes(
 )
 
 
-def reserve_pages(schedule: Schedule, tokens: list[int], *, weights_pages: int = 0) -> int:
+def reserve_pages(
+    schedule: Schedule, tokens: list[int], *, weights_pages: int = 0, rollouts: int = 1
+) -> int:
     """The least room of a step: K and V of both roles and gradients once, everybody's vision.
 
     In `fused`, the policy's K and V as often as groups decode at a time. In `disaggregated` nothing
@@ -71,7 +75,8 @@ def reserve_pages(schedule: Schedule, tokens: list[int], *, weights_pages: int =
     when the reference's K and V have gone, and so have its weights, if these can.
     """
     longest = max(tokens) - 1
-    policies = sorted(tokens, reverse=True)[: PLACES if schedule is Schedule.FUSED else 1]
+    at_once = PLACES * rollouts if schedule is Schedule.FUSED else 1
+    policies = sorted(tokens, reverse=True)[:at_once]
     policy = sum(_pages(300 * (count - 1)) for count in policies)
     reference, gradient = _pages(300 * longest), _pages(500 * longest)
     match schedule:
@@ -99,6 +104,8 @@ class Play:
     admits: Admits
     weights_pages: int = 0
     """Of the reference's weights, which are spilled behind the last score; 0: of no account."""
+    rollouts: int = 1
+    """Replicas of the rollout."""
     epoch: int = 0
 
     def __post_init__(self) -> None:
@@ -136,16 +143,20 @@ class Play:
         self.epoch += 1
         said = self.drive.begin(self.epoch)
         (room,) = [s.lease_room_bytes for s in said if isinstance(s, AnnounceStepBegan)]
+        self.partners = Partners(
+            dict.fromkeys(WORKERS, 1), dict.fromkeys(WORKERS, 1) | {Service.ROLLOUT: self.rollouts}
+        )
         self.view = StepView(
-            plan(self.schedule, groups=len(self.tokens), epoch=self.epoch),
+            bound(plan(self.schedule, groups=len(self.tokens), epoch=self.epoch), self.partners),
             needs_reference=True,
             lease_room_bytes=room,
+            partners=self.partners,
         )
         self.started: set[tuple[Task, int]] = set()
         self.running: dict[tuple[Task, int], Running] = {}
         self.leases: dict[tuple[str, int], LeaseId] = {}
         self.coming: deque[tuple[bodies.Body, int]] = deque()
-        self.iteration = 0
+        self.iterations = [0] * self.rollouts
 
     def run(
         self, choose: Callable[[list], tuple], disturb: Callable[[], None] = lambda: None
@@ -178,14 +189,23 @@ class Play:
             and (task not in COMPUTE or self.admits(self.view, self.started, (task, group)))
         ]
 
-    @property
-    def decoding(self) -> int:
-        return sum(task is Task.DECODE for task, _ in self.running)
+    def decoding(self, group: int) -> int:
+        """Where a group does."""
+        beside = self._beside(group)
+        return sum(task is Task.DECODE and other in beside for task, other in self.running)
+
+    def _beside(self, group: int) -> list[int]:
+        """The living groups of its replica of the rollout."""
+        replica = self._replica(group)
+        return [one.group for one in self.view.living if self._replica(one.group) == replica]
+
+    def _replica(self, group: int) -> int:
+        return self.view.everyone[group].planned.rollout_replica
 
     def _is_admitted_next(self, group: int) -> bool:
-        before = [other.group for other in self.view.living if other.group < group]
+        before = [other for other in self._beside(group) if other < group]
         in_order = all((Task.DECODE, other) in self.started for other in before)
-        return in_order and self.decoding < PLACES
+        return in_order and self.decoding(group) < PLACES
 
     def start(self, task: Task, group: int) -> None:
         """Take what it reads, ask for what it makes."""
@@ -211,8 +231,8 @@ class Play:
 
     def may_finish(self, key: tuple[Task, int]) -> bool:
         """Whether it has the room that it asked for; the engine wants all its places taken."""
-        if key[0] is Task.DECODE and self.decoding < PLACES:
-            return all((Task.DECODE, state.group) in self.started for state in self.view.living)
+        if key[0] is Task.DECODE and self.decoding(key[1]) < PLACES:
+            return all((Task.DECODE, other) in self.started for other in self._beside(key[1]))
         request = self.running[key].request
         return request is None or not self.drive.waits(request)
 
@@ -230,7 +250,8 @@ class Play:
     def deliver(self, *_: object) -> None:
         """Events come back in order, some time after the task that sent them has ended."""
         body, group = self.coming.popleft()
-        assert self.view.apply(event(body, group, epoch=self.epoch))
+        sender = Participant(service=Service.ROLLOUT, rank=self._replica(group))
+        assert self.view.apply(replace(event(body, group, epoch=self.epoch), sender=sender))
 
     def end_move(self, *_: object) -> None:
         """The weights have left."""
@@ -316,11 +337,12 @@ class Play:
                 role = ModelRole(MAKES[task])
                 return [bodies.PrefixEncoded(role=role, lease=LeaseId(2), weights_version=0)]
             case Task.DECODE:
-                self.iteration += 1
+                replica = self._replica(group)
+                self.iterations[replica] += 1
                 generated = bodies.GroupGenerated(
                     lease=LeaseId(3),
                     response_tokens=1,
-                    decode_iteration=self.iteration,
+                    decode_iteration=self.iterations[replica],
                     weights_version=0,
                 )
                 return [generated, bodies.GroupRewarded(rewards=(1.0,), failures=0)]

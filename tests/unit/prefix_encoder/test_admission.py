@@ -29,10 +29,14 @@ ADMITS = Admission(SIZES, device="cpu", decoding_groups=PLACES)
     extra=st.sampled_from([0, 0, 1, 3, 10, 40]),
     drops=st.sets(st.integers(0, 5), max_size=2),
     deaths=st.lists(st.sampled_from(PEOPLE), max_size=1),
+    rollouts=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_every_step_ends_and_frees_everything(schedule, tokens, extra, drops, deaths, seed):
-    play = Play(schedule, tokens, reserve_pages(schedule, tokens) + extra, ADMITS)
+def test_every_step_ends_and_frees_everything(
+    schedule, tokens, extra, drops, deaths, rollouts, seed
+):
+    room_pages = reserve_pages(schedule, tokens, rollouts=rollouts) + extra
+    play = Play(schedule, tokens, room_pages, ADMITS, rollouts=rollouts)
     chance = random.Random(seed)
 
     def disturb() -> None:
@@ -151,6 +155,50 @@ def test_a_step_that_can_never_end_is_refused_at_once(schedule, spilled_pages, p
                 admits.require_room(view)
         else:
             admits.require_room(view)
+
+
+@pytest.mark.parametrize(("rollouts", "groups"), [(1, 2), (2, 4)])
+def test_replicas_of_the_rollout_have_room_for_their_places_each(rollouts, groups):
+    play = Play(Schedule.FUSED, [60] * 6, 200, ADMITS, rollouts=rollouts)
+    play.view.lease_room_bytes = {"cpu": (groups * 5 + 5 + 8) * PAGE - 1}
+    with pytest.raises(ArenaFull):
+        ADMITS.require_room(told(play).view)
+    play.view.lease_room_bytes = {"cpu": (groups * 5 + 5 + 8) * PAGE}
+    ADMITS.require_room(play.view)
+
+
+def told(play: Play) -> Play:
+    """Prompts of a step are ready."""
+    for group in range(len(play.tokens)):
+        play.start(Task.PREPARE, group)
+        play.finish(Task.PREPARE, group)
+        play.deliver()
+    return play
+
+
+@given(
+    tokens=st.lists(st.integers(2, 60), min_size=4, max_size=6),
+    rollouts=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_groups_of_all_replicas_are_trained_in_the_order_of_their_completion(
+    tokens, rollouts, seed
+):
+    """And not in that of their events, which would be another one each time."""
+    trained = []
+
+    class Noted(Play):
+        def start(self, task, group):
+            if task is Task.RESPONSE_TRAIN:
+                trained.append(self.view.everyone[group].completion)
+            super().start(task, group)
+
+    room_pages = reserve_pages(Schedule.FUSED, tokens, rollouts=rollouts)
+    play = Noted(Schedule.FUSED, tokens, room_pages, ADMITS, rollouts=rollouts)
+    play.run(random.Random(seed).choice)
+    assert len(trained) == len(tokens)
+    assert trained == sorted(trained)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ROLLPLEX, Schedule.FUSED])

@@ -17,7 +17,7 @@ from common.tensors.views import tensor_view
 from common.worker.push_link import PushLink
 from common.worker.scope import StepScope
 from common.worker.weights import FLAT, ROLLOUT_WEIGHTS
-from services.learner.push import WeightsPush, push_whole
+from services.learner.push import Pushed, WeightsPush, push_metrics, push_whole
 from services.rollout.own_weights import OwnWeights, WrongVersion
 from tests.integration.broker.conftest import broker, started
 from tests.unit.step.test_schedule import plan
@@ -155,9 +155,10 @@ async def test_buckets_go_as_they_are_made(pair):
     push.made(TRAINED)
     await taking
     push.advance()
-    metrics = await push.end()
-    assert metrics["push_bytes"] == TRAINED * 4
-    assert metrics["push_s"] > 0
+    pushed = await push.end()
+    assert pushed.size_bytes == TRAINED * 4
+    assert pushed.seconds > 0
+    assert pushed.wait_s >= 0
     assert torch.equal(pair.held, torch.cat([new[:TRAINED], old[TRAINED:]]))
     pair.own.require(WeightsVersion(1))
 
@@ -169,9 +170,14 @@ async def test_weights_that_did_not_change_get_the_next_version_only(pair):
     await push.begin()
     await pair.own.take(pair.rollout, pair.views[1].push)
     push.advance()
-    assert (await push.end())["push_bytes"] == 0
+    assert (await push.end()).size_bytes == 0
     assert torch.equal(pair.held, weights)
     pair.own.require(WeightsVersion(1))
+
+
+def test_of_several_ranks_bytes_add_up_and_the_slowest_counts():
+    pushes = [Pushed(100, 0.5, 0.25), Pushed(101, 0.25, 0.0), Pushed(100, 0.25, 0.5)]
+    assert push_metrics(pushes) == {"push_bytes": 301, "push_s": 0.5, "push_wait_s": 0.5}
 
 
 async def test_a_push_that_breaks_off_leaves_no_version(pair, broker):

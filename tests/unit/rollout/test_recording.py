@@ -56,6 +56,13 @@ def test_replicas_record_their_groups_apart(tmp_path):
         Recording.read(tmp_path, 3)
 
 
+def test_a_replica_whose_groups_were_all_dropped_records_nothing(tmp_path):
+    Recording.write(tmp_path, 3, [group(1, [4])], replica=1)
+    Recording.write(tmp_path, 3, [group(2, [5])], replica=2)
+    recording = Recording.read(tmp_path, 3)
+    assert [recording.responses(number).lengths.tolist() for number in (1, 2)] == [[4], [5]]
+
+
 @pytest.mark.parametrize("contents", [None, b"", b"not safetensors"])
 def test_a_missing_or_broken_recording_is_named(tmp_path, contents):
     if contents is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from common.ids import Participant, RunId, Service, WeightsVersion
 from common.step.partners import Partners
+from common.step.place import Place
 from common.tensors.errors import StaleVersion
 from common.tensors.views import tensor_view
 from common.vlm.parallel.model import config_shape
@@ -28,6 +30,8 @@ TRAIN, ROLLOUT_RANKS = 2, 1
 PARTNERS = Partners({Service.LEARNER: TRAIN, Service.ROLLOUT: ROLLOUT_RANKS})
 ROLLOUT = Participant(service=Service.ROLLOUT)
 LEARNERS = PARTNERS.all(Service.LEARNER)
+REPLICATED = replace(PARTNERS, replicas={Service.LEARNER: 2, Service.ROLLOUT: 4})
+READERS = REPLICATED.everyone(Service.ROLLOUT)
 V1, V2 = WeightsVersion(1), WeightsVersion(2)
 SOON_S = 10.0
 
@@ -41,7 +45,9 @@ def folder(tmp_path):
 class Training:
     """The learner's ranks: a storage each."""
 
-    def __init__(self, shape) -> None:
+    def __init__(self, shape, learners=LEARNERS) -> None:
+        """Args: learners: of one replica."""
+        self.learners = learners
         self.whole = shape.whole
         self.model = config_shape(shape.config)
         self.storages = []
@@ -50,12 +56,12 @@ class Training:
         ]
 
     async def create(self, broker) -> None:
-        for rank, learner in enumerate(LEARNERS):
+        for rank, learner in enumerate(self.learners):
             layout = self._layout(rank)
             spec = flat_spec(
-                layout.total_elements, torch.float32, readers=(ROLLOUT,), writers=(learner,)
+                layout.total_elements, torch.float32, readers=READERS, writers=(learner,)
             )
-            name = POLICY_WEIGHTS if rank == 0 else f"{POLICY_WEIGHTS}/{rank}"
+            name = f"{POLICY_WEIGHTS}/{learner.rank}" if learner.rank else POLICY_WEIGHTS
             client = next((c for c in broker.clients if c.participant == learner), None)
             client = client or await broker.join(learner)
             self.storages.append(await client.open_storage(RunId("run"), name, create=spec))
@@ -83,19 +89,20 @@ class Training:
 
 
 @asynccontextmanager
-async def opened(broker, folder):
+async def opened(broker, folder, *, who=ROLLOUT, partners=PARTNERS):
     """The rollout's weights, in a process of its own as far as the broker knows."""
-    client = await broker.join(ROLLOUT)
+    client = await broker.join(who)
     context = RunContext(
         run_id=RunId("run"),
         recipe=recipe(folder),
         run_dir=Path("runs"),
-        participant=ROLLOUT,
+        participant=who,
         device=torch.device("cpu"),
         broker=client,
         ledger=None,
         resume_from=None,
-        partners=PARTNERS,
+        place=Place(rank=who.rank, replicas=partners.replica_count(Service.ROLLOUT)),
+        partners=partners,
     )
     weights = await ReshardedWeights.open(context, policy_shape(context))
     try:
@@ -104,8 +111,7 @@ async def opened(broker, folder):
         weights.close()
 
 
-@pytest.fixture
-async def training(broker, folder):
+def shape_of_one(folder):
     context = RunContext(
         run_id=RunId("run"),
         recipe=recipe(folder),
@@ -116,7 +122,12 @@ async def training(broker, folder):
         ledger=None,
         resume_from=None,
     )
-    training = Training(policy_shape(context))
+    return policy_shape(context)
+
+
+@pytest.fixture
+async def training(broker, folder):
+    training = Training(shape_of_one(folder))
     await training.create(broker)
     yield training
     training.close()
@@ -194,3 +205,16 @@ async def test_what_waits_for_a_version_holds_nothing_when_it_is_given_up(broker
             values = await training.publish(V2)
         with await weights.hold_read(V2):
             assert same(weights, values) == []
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+async def test_a_replica_reads_the_replica_of_training_on_its_gpus(broker, folder, rank):
+    """Of two, nobody else has weights here."""
+    who = Participant(service=Service.ROLLOUT, rank=rank)
+    second = Training(shape_of_one(folder), REPLICATED.all(Service.LEARNER, replica=1))
+    await second.create(broker)
+    async with opened(broker, folder, who=who, partners=REPLICATED) as (weights, _):
+        values = await second.publish(V1)
+        with await weights.hold_read(V1):
+            assert same(weights, values) == []
+    second.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from common.events import bodies
-from common.ids import GroupId, LeaseId, Participant, Service
+from common.ids import WORKERS, GroupId, LeaseId, Participant, Service
 from common.layouts.heads import nested_heads
 from common.layouts.rows import Cut
 from common.step.partners import Partners
@@ -18,8 +19,12 @@ from tests.unit.step.test_schedule import generated, plan
 DEGREES = list(product((1, 2, 4), repeat=2))
 
 
-def sides(train, rollout):
-    return Partners({Service.LEARNER: train, Service.ROLLOUT: rollout})
+def sides(train, rollout, *, replicas=(1, 1)):
+    """All of training, and the rollout."""
+    return Partners(
+        dict.fromkeys(WORKERS, train) | {Service.ROLLOUT: rollout},
+        dict.fromkeys(WORKERS, replicas[0]) | {Service.ROLLOUT: replicas[1]},
+    )
 
 
 def learner(rank):
@@ -107,9 +112,92 @@ def test_heads_are_counted_from_the_holders_first():
 
 
 def test_ranks_of_a_further_replica_are_counted_anew():
-    partners = sides(2, 4)
+    partners = sides(2, 4, replicas=(2, 2))
     assert [partners.cut(one) for one in partners.all(Service.ROLLOUT, replica=1)] == [
         Cut(rank, 4) for rank in range(4)
     ]
     assert partners.partner(rollout(7), Service.LEARNER) == learner(3)
     assert partners.cut(learner(3)) == Cut(1, 2)
+
+
+PAIRS = [(1, 1), (1, 3), (2, 1), (1, 2), (2, 4), (4, 2), (3, 3)]
+"""Replicas of training and of the rollout."""
+
+
+def bound(made, partners):
+    """A plan whose groups are in turn the replicas'."""
+    groups = {
+        kind: tuple(
+            replace(
+                group,
+                replica=partners.bound(group.group, Service.LEARNER),
+                rollout_replica=partners.bound(group.group, Service.ROLLOUT),
+            )
+            for group in getattr(made, kind)
+        )
+        for kind in ("groups", "ahead")
+    }
+    return replace(made, **groups)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "training", "rolled"),
+    [
+        ((1, 1), [0, 0, 0, 0], [0, 0, 0, 0]),
+        ((1, 2), [0, 0, 0, 0], [0, 1, 0, 1]),
+        ((2, 1), [0, 1, 0, 1], [0, 0, 0, 0]),
+        ((2, 2), [0, 1, 0, 1], [0, 1, 0, 1]),
+        ((2, 4), [0, 0, 1, 1], [0, 1, 2, 3]),
+        ((4, 2), [0, 1, 2, 3], [0, 0, 1, 1]),
+    ],
+    ids=str,
+)
+def test_groups_are_in_turn_the_replicas_of_either_side(replicas, training, rolled):
+    partners = sides(1, 1, replicas=replicas)
+    assert [partners.bound(index, Service.LEARNER) for index in range(4)] == training
+    assert [partners.bound(index, Service.REFERENCE) for index in range(4)] == training
+    assert [partners.bound(index, Service.ROLLOUT) for index in range(4)] == rolled
+
+
+@pytest.mark.parametrize("replicas", PAIRS, ids=str)
+def test_a_group_stays_in_one_family_which_are_those_that_share_groups(replicas):
+    partners = sides(2, 4, replicas=replicas)
+    together = {
+        (partners.bound(index, Service.LEARNER), partners.bound(index, Service.ROLLOUT))
+        for index in range(12)
+    }
+    assert together == {
+        (replica, met)
+        for replica in range(replicas[0])
+        for met in partners.met(learner(2 * replica), Service.ROLLOUT)
+    }
+    assert together == {
+        (met, replica)
+        for replica in range(replicas[1])
+        for met in partners.met(rollout(4 * replica), Service.LEARNER)
+    }
+    assert partners.families == min(replicas)
+    for replica, met in together:
+        assert partners.family(learner(2 * replica)) == partners.family(rollout(4 * met))
+
+
+def test_on_its_own_side_a_rank_works_with_its_own_replica():
+    partners = sides(2, 4, replicas=(4, 2))
+    encoder = Participant(service=Service.PREFIX_ENCODER, rank=5)
+    assert partners.partner(encoder, Service.LEARNER) == learner(5)
+    assert partners.partner(rollout(5), Service.ROLLOUT) == rollout(5)
+    assert [one.rank for one in partners.everyone(Service.ROLLOUT)] == list(range(8))
+
+
+@pytest.mark.parametrize("replicas", PAIRS, ids=str)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_a_rank_is_read_by_those_whose_partner_it_is_in_every_replica(degrees, replicas):
+    partners = sides(*degrees, replicas=replicas)
+    for reader in partners.everyone(Service.LEARNER):
+        own = partners.replica(reader)
+        for replica in partners.met(reader, Service.ROLLOUT):
+            partner = partners.partner(reader, Service.ROLLOUT, replica=replica)
+            assert partners.replica(partner) == replica
+            for one in partners.all(Service.ROLLOUT, replica=replica):
+                readers = partners.readers(one, Service.LEARNER, replica=own)
+                assert (reader in readers) == (one == partner)

@@ -27,7 +27,10 @@ def shared(replicas=2, **options):
     """A plan whose groups are the replicas' in turn."""
     made = plan(Schedule.SERIAL, **options)
     bound = {
-        kind: tuple(replace(group, replica=group.group % replicas) for group in getattr(made, kind))
+        kind: tuple(
+            replace(group, replica=group.group % replicas, rollout_replica=group.group % replicas)
+            for group in getattr(made, kind)
+        )
         for kind in ("groups", "ahead")
     }
     return replace(made, **bound)
@@ -139,8 +142,9 @@ def test_commands_are_of_the_replicas_own_deciding_rank():
     assert starts(made.handle(said(command, rank=2))) == [(Task.UPDATE, None)]
 
 
-def test_replicas_share_the_room_for_leases():
-    assert machine(1, groups=1, room={"cpu": 101}).view.lease_room_bytes == {"cpu": 50}
+def test_replicas_share_the_hosts_room_for_leases():
+    room = {"cpu": 101, "GPU-1": 7}
+    assert machine(1, groups=1, room=room).view.lease_room_bytes == {"cpu": 50, "GPU-1": 7}
     assert machine(0, replicas=1, groups=1, room={"cpu": 101}).view.lease_room_bytes == {"cpu": 101}
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ids import WORKERS, Participant, RunId, Service
+from common.ids import WORKERS, GroupId, Participant, RunId, Service
 from common.step.partners import Partners
 from common.step.place import Place
+from common.step.plan import PlannedGroup
 from common.tensors.spec import Residency
 from common.weights.layout import TensorSpec, WeightLayout
 from common.worker.context import RunContext
@@ -79,5 +80,19 @@ def test_ranks_of_a_replica_work_together():
     assert replace(context, device=torch.device("cuda")).arena_ranks == 1
     assert not context.leads
     assert not context.speaks_for_all
-    context = replace(context, partners=Partners(dict.fromkeys(WORKERS, 2)))
-    assert [str(one) for one in context.peers(Service.ROLLOUT)] == ["rollout/2", "rollout/3"]
+    context = replace(context, partners=Partners.alike(degree=2, replicas=2))
+    assert [str(one) for one in context.ranks] == ["learner/2", "learner/3"]
+
+
+def test_a_group_is_read_where_it_is_decoded():
+    partners = Partners(
+        dict.fromkeys(WORKERS, 2) | {Service.ROLLOUT: 1},
+        dict.fromkeys(WORKERS, 1) | {Service.ROLLOUT: 2},
+    )
+    context = replace(of_run(place=Place(degree=2)), partners=partners)
+    for replica in range(2):
+        group = PlannedGroup(group=GroupId(0), split="train", sample=0, rollout_replica=replica)
+        (reader,) = context.readers(Service.ROLLOUT, group)
+        assert reader == Participant(service=Service.ROLLOUT, rank=replica)
+        (beside,) = context.readers(Service.PREFIX_ENCODER, group)
+        assert beside == Participant(service=Service.PREFIX_ENCODER)

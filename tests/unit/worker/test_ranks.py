@@ -112,6 +112,39 @@ async def test_what_belongs_to_no_epoch_may_take_long(second_of_two, monkeypatch
         await answer
 
 
+async def test_a_join_with_a_rank_that_has_died_ends_the_process(second_of_two, monkeypatch):
+    worker = second_of_two
+    monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
+    monkeypatch.setattr(ranks, "AGREE_TIMEOUT_S", 2.0)
+    first = worker.configure(epoch=1)
+    with present_too(worker, 1):
+        await worker.until(rendezvous(worker, 1).exists)
+    second = worker.configure(epoch=2)
+    with pytest.raises(RanksParted, match="prefix-encoder/0: a job or a join"):
+        await worker.actor.parted()
+    with pytest.raises(Unavailable, match="epoch 2 has begun"):
+        await first
+    await worker.release()
+    with pytest.raises(Unavailable, match="was released"):
+        await second
+
+
+async def test_a_newer_configuration_is_no_reason_to_end(second_of_two, monkeypatch):
+    """What waits for ranks that have not come is cancelled."""
+    worker = second_of_two
+    monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
+    first = worker.configure(epoch=1)
+    await worker.until(mark(worker, 1, 0).exists)
+    second = worker.configure(epoch=2)
+    await worker.until(mark(worker, 2, 0).exists)
+    await asyncio.sleep(0.5)
+    assert not worker.actor._parted.is_set()
+    await worker.release()
+    for answer in (first, second):
+        with pytest.raises(Unavailable):
+            await answer
+
+
 async def test_a_cancelled_join_leaves_nothing_behind(second_of_two):
     """The ranks join although one of them is not to any more; it can join again."""
     worker = second_of_two

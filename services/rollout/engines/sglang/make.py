@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from common.config.sglang import SglangConfig
+from common.step.gpus import shared_gpu
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
 from common.vlm.names import VISUAL
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
+    from common.ids import Participant
     from common.tensors.storage import Storage
     from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
@@ -80,16 +82,14 @@ async def _host_driver(
 ) -> HostDriver:
     """Of the engine of this replica, which reads the weights of all its ranks."""
     assert context.engine_python is not None, "the controller has looked for it"
-    name = POLICY_WEIGHTS if context.push is None else ROLLOUT_WEIGHTS
-    aliased = range(settings.ranks if config.weights == "alias" else 0)
     shared = []
     try:
-        for rank in aliased:
-            storage = context.storage_name(name, context.place.leader + rank)
-            shared.append(await context.broker.share_storage(context.run_id, storage))
+        for one in context.ranks if config.weights == "alias" else ():
+            name = _storage_name(context, one)
+            shared.append(await context.broker.share_storage(context.run_id, name))
     except BaseException:
-        for one in shared:
-            os.close(one.descriptor)
+        for memory in shared:
+            os.close(memory.descriptor)
         raise
     offered = OfferedWeights(
         layouts=_layouts(shape, settings.ranks),
@@ -99,6 +99,13 @@ async def _host_driver(
         bucket_bytes=config.bucket_mib << 20,
     )
     return HostDriver(context.engine_python, config, settings, offered, folder=_folder(context))
+
+
+def _storage_name(context: RunContext, one: Participant) -> str:
+    """Of the weights that a rank of the rollout reads."""
+    if context.push is not None:
+        return context.storage_name(ROLLOUT_WEIGHTS, one.rank)
+    return context.storage_name(POLICY_WEIGHTS, shared_gpu(context.partners, one))
 
 
 def _layouts(shape: ModelShape, degree: int) -> tuple[WeightLayout, ...]:
