@@ -148,7 +148,7 @@ def graphs_option(text: str) -> int | str:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Of the node."""
     table = None if options.table is None else str(options.table.absolute())
-    apart = {schedule in OWN_WEIGHTS for schedule in options.schedules.split(",")}
+    apart = _apart(options)
     if options.device == "cuda" and len(apart) > 1:
         raise SystemExit(
             f"--schedules {options.schedules}: on GPUs, measure {', '.join(OWN_WEIGHTS)} in a call "
@@ -162,6 +162,17 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         "train_tp": options.ranks,
         "rollout_tp": options.ranks,
     }
+
+
+def _apart(options: argparse.Namespace) -> set[bool]:
+    """Whether the schedules' rollouts have GPUs of their own."""
+    return {schedule in OWN_WEIGHTS for schedule in options.schedules.split(",")}
+
+
+def _gpus(options: argparse.Namespace) -> int:
+    """That a step has."""
+    own = options.device == "cuda" and _apart(options) == {True}
+    return 2 * options.ranks if own else options.ranks
 
 
 def _labels(schedules: Sequence[str]) -> dict[str, str]:
@@ -207,7 +218,7 @@ def _report(
                 sizes=sizes,
                 memory=memory,
                 planned=plan.of(labels[label]),
-                peak_tflops=options.peak_tflops * options.ranks,
+                peak_tflops=options.peak_tflops * _gpus(options),
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))

@@ -28,6 +28,17 @@ _ALLOCATOR = "expandable_segments:True,large_segment_size_mb:256"
 """Segments that grow, for graphs whose sizes change with every prompt; in pieces so large that
 there are few to map: each one waits for the copies to the device that run at the moment."""
 
+_COLLECTIVES = {
+    # ranks are of one node, and nothing of it is to be reached from outside
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # of a captured graph it registers tensors that lie in one piece of memory: one that grows has
+    # several, and what is one on this rank may be two on another
+    "NCCL_GRAPH_REGISTER": "0",
+    # whether another rank wants a dump is looked up in the rendezvous, and that is removed
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
@@ -86,6 +97,16 @@ def set_allocator(variables: MutableMapping[str, str] | None = None) -> None:
     variables = os.environ if variables is None else variables
     if not any(name in variables for name in _ALLOCATOR_VARIABLES):
         variables[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR
+
+
+def set_collectives(variables: MutableMapping[str, str] | None = None) -> None:
+    """Choose how Gloo and NCCL work on one node, but for what the user has set.
+
+    Has to run before a process's first process group.
+    """
+    variables = os.environ if variables is None else variables
+    for name, value in _COLLECTIVES.items():
+        variables.setdefault(name, value)
 
 
 def search_path() -> str | None:

@@ -33,17 +33,15 @@ def node_plan(
     return plan_sharing(train, rollout, element_bytes=element_bytes, packed=True)
 
 
-def rollout_sharing(plan: SharingPlan, rank: int, *, place: int = 0) -> GpuSharing:
-    """What a rank of the rollout shares with training on its GPU.
+def rollout_sharing(plan: SharingPlan, rank: int, *, replica: int = 0) -> GpuSharing:
+    """What a rank of a replica of the rollout shares with training on its GPU.
 
-    Args: place: of its replica among those that the GPUs have room for, block after block.
-    Returns: with GPU and replica counted over all blocks; each is as the plan's.
+    Returns: with GPU and replica counted over all blocks; each is as the plan's one.
     """
-    replicas = len(plan.gpus) // plan.rollout.degree
-    block, replica = divmod(place, replicas)
-    wanted = (replica, rank)
+    block, number = divmod(replica, len(plan.gpus) // plan.rollout.degree)
+    wanted = (number, rank)
     found = next(one for one in plan.gpus if (one.rollout_replica, one.rollout_rank) == wanted)
-    return replace(found, gpu=found.gpu + block * len(plan.gpus), rollout_replica=place)
+    return replace(found, gpu=found.gpu + block * len(plan.gpus), rollout_replica=replica)
 
 
 def source_ranks(sharing: GpuSharing) -> tuple[int, ...]:

@@ -348,6 +348,7 @@ class WorkerActor(Actor[Message]):
     async def parted(self) -> None:
         """Until cancelled. Raises RanksParted once a job waits for ranks that will not come."""
         await self._parted.wait()
+        await self._holder.abort()
         raise RanksParted(
             f"{self.participant}: a job or a join went on for {PARTED_AFTER_S:g} s after its epoch "
             "had ended, or after another rank had given it up; it waits for ranks that have left it"

@@ -110,6 +110,20 @@ class RunContext:
         by_itself = self.device.type == "cuda" if wanted == "auto" else wanted
         return training.activation_checkpointing or by_itself
 
+    def leave(self) -> None:
+        """Give up the communicators. Blocks: those of NCCL end their threads first."""
+        if self.push is not None:
+            self.push.close()
+        if self.joined is not None:
+            self.joined.leave()
+
+    def abort(self) -> None:
+        """See `Ranks.abort`."""
+        if self.push is not None:
+            self.push.close()
+        if self.joined is not None:
+            self.joined.abort()
+
     def peer(self, service: Service) -> Participant:
         """The process of another service that this one reads, of several replicas in the first."""
         return self.partners.partner(self.participant, service)

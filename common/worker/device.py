@@ -88,7 +88,7 @@ class WorkerDevice:
         )
 
     def enter(self) -> None:
-        """Make it the calling thread's default; for the start of every thread that computes."""
+        """Make it the calling thread's default; for the start of every thread that uses it."""
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
 

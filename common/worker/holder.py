@@ -5,6 +5,7 @@ One change at a time: the actor runs `configure` and `close` one after the other
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from common.governor.table import H200, load_table
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from common.worker.device import WorkerDevice
     from common.worker.messages import Configure
     from common.worker.work import Prepared, RunFactory, RunWork
+
+
+ABORT_S = 2.0
+"""Longest wait for kernels to end."""
 
 
 class RunHolder:
@@ -186,6 +191,12 @@ class RunHolder:
                 unwanted=PushLink.close,
             )
 
+    async def abort(self) -> None:
+        """Leave no kernel on the GPU that waits for other ranks: the process ends after this."""
+        if self.context is not None:
+            aborting = asyncio.ensure_future(asyncio.to_thread(self.context.abort))
+            await asyncio.wait({aborting}, timeout=ABORT_S)
+
     async def _give_up_run(self) -> None:
         run, context, governor = self.run, self.context, self.governor
         self.run = self.context = self.governor = None
@@ -195,10 +206,8 @@ class RunHolder:
         finally:
             if governor is not None:
                 governor.close()
-            if context is not None and context.push is not None:
-                context.push.close()
-            if context is not None and context.joined is not None:
-                context.joined.leave()
+            if context is not None:
+                await in_thread(context.leave)
 
     async def close(self) -> None:
         """Give up run and link. Idempotent."""

@@ -13,6 +13,7 @@ import torch
 
 from common.tensors.views import tensor_view
 from common.vlm.prompt import PromptTensors
+from common.worker.device import copied_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,11 +43,11 @@ class PromptText:
     row: Mapping[str, Any]
     """The data set's row without its messages, for the reward functions."""
 
-    def without_pixels(self, device: torch.device) -> PromptTensors:
+    def without_pixels(self) -> PromptTensors:
         """The prompt for a prefix forward from given vision embeddings."""
         nothing = torch.zeros((0, 0))
         grids = torch.zeros((0, 3), dtype=torch.int64)
-        prompt = PromptTensors(
+        return PromptTensors(
             token_ids=self.token_ids,
             positions=self.positions,
             mm_token_type_ids=self.mm_token_type_ids,
@@ -56,7 +57,6 @@ class PromptText:
             video_grid_thw=grids,
             second_per_grid_ts=torch.zeros(0),
         )
-        return prompt.to(device)
 
 
 def prompt_tensors(
@@ -65,7 +65,7 @@ def prompt_tensors(
     """Shapes of the lease of a prompt, and what fills it.
 
     Args:
-        prompt: on the host.
+        prompt: on any device.
         row_json: the row's further fields as UTF-8 JSON.
         pixels: whether all of the prompt goes along, for `whole_prompt`.
     """
@@ -79,9 +79,13 @@ def prompt_tensors(
     if pixels:
         tensors |= prompt.named_tensors()
 
-    def fill(out: Mapping[str, torch.Tensor]) -> None:
+    def copy(out: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             out[name].copy_(tensor)
+
+    def fill(out: Mapping[str, torch.Tensor]) -> None:
+        # not behind a job of the device, which may wait for other ranks
+        copied_aside(prompt.token_ids.device, lambda: copy(out))
 
     return {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, fill
 

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from common.config.environment import set_collectives
 from common.errors import Unavailable
 from common.ids import Service
 from common.worker.device import copied_aside
@@ -140,6 +140,9 @@ class PushLink:
             if group is None:
                 raise PushBroken("the link of learner and rollout was closed")
             copied_aside(self._device, lambda: begin(group).wait(self._timeout))
+            if self._group is None:
+                # NCCL ends what was under way as if all of it had gone
+                raise PushBroken("the link of learner and rollout was closed meanwhile")
         except RuntimeError as error:
             raise PushBroken(f"learner or rollout has left the push: {error}") from error
         finally:
@@ -157,9 +160,7 @@ def _connect(group: Any, rank: int, device: torch.device) -> None:
 
 
 def _group(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
-    # Both are of one node, and nothing of it is to be reached from outside.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    set_collectives()
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from common.config.environment import set_collectives
 from common.errors import ProcessUnusable, Unavailable
 from common.vlm.parallel.mesh import tensor_mesh
 
@@ -120,24 +120,30 @@ class Ranks:
             collective_timeout_s: longest wait of a collective of `mesh` and `replicas`.
         Raises: RuntimeError (`torch.distributed.DistError`) if one does not come in time.
         """
-        # Ranks are of one node, and nothing of it is to be reached from outside.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        set_collectives()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            _BACKENDS[device.type],
-            init_method=f"file://{rendezvous}",
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=AGREE_TIMEOUT_S),
-        )
+        try:
+            dist.init_process_group(
+                _BACKENDS[device.type],
+                init_method=f"file://{rendezvous}",
+                rank=place.rank,
+                world_size=place.world,
+                timeout=timedelta(seconds=AGREE_TIMEOUT_S),
+            )
+        except BaseException:
+            # Groups are named by a count, and ranks whose counts differ never find each other.
+            dist.distributed_c10d._world.group_count = 0
+            raise
         everyone = range(place.world)
         groups = [everyone[first:][: place.degree] for first in everyone[:: place.degree]]
         across = [everyone[first :: place.degree] for first in everyone[: place.degree]]
         try:
             mesh = _mesh(groups, device, timeout_s=collective_timeout_s)
             replicas = _mesh(across, device, timeout_s=collective_timeout_s)
+            for made in (mesh, replicas):
+                if made is not None:
+                    _connect(made, device)
             dist.barrier()
         except BaseException:
             dist.destroy_process_group()
@@ -186,6 +192,15 @@ class Ranks:
             if mesh is not None:
                 dist.barrier(group=mesh.get_group())
 
+    def abort(self) -> None:
+        """End NCCL's kernels that wait for other ranks; for a process that ends after that.
+
+        Any thread. Blocks for as long as there are graphs with collectives in them.
+        """
+        for mesh in (self.mesh, self.replicas):
+            if mesh is not None and mesh.device_type == "cuda":
+                mesh.get_group()._get_backend(torch.device("cuda")).abort()
+
     def leave(self) -> None:
         """Give the communicators up. Idempotent."""
         if dist.is_initialized():
@@ -196,6 +211,14 @@ def _mesh(groups: list[range], device: torch.device, *, timeout_s: float) -> Dev
     if len(groups[0]) == 1:
         return None
     return tensor_mesh(groups, device_type=device.type, timeout_s=timeout_s)
+
+
+def _connect(mesh: DeviceMesh, device: torch.device) -> None:
+    """Sum something: NCCL's ranks find each other then, by the rendezvous, which is removed."""
+    group = mesh.get_group()
+    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    assert work is not None, "only a process outside the group has nothing to wait for"
+    work.wait(timedelta(seconds=AGREE_TIMEOUT_S))
 
 
 def _extremes(number: int, group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +33,14 @@ class WorkerService:
     """See `common.service.context.Service` for who calls what, in which order."""
 
     def __init__(self, context: ServiceContext, factory: RunFactory) -> None:
+        """Open the device, which all threads of the loop's executor compute on; in the loop."""
         self._context = context
         self._ledger = RunLedger.of(context.deployment)
         self._device = WorkerDevice.of(context.deployment, context.participant)
+        self._device.enter()
+        # a thread of another GPU would open a context there
+        beside = ThreadPoolExecutor(thread_name_prefix="beside", initializer=self._device.enter)
+        asyncio.get_running_loop().set_default_executor(beside)
         self.actor = WorkerActor(
             context.participant,
             context.incarnation,

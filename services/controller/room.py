@@ -12,7 +12,6 @@ from common.config.recipe import spills
 from common.errors import InvalidArgument, ResourceExhausted
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing
-from common.step.gpus import rollout_place
 from common.step.schedule import OWN_WEIGHTS
 from common.tensors.parts import in_flight_bytes
 from common.vlm.shape import read_shape
@@ -125,13 +124,9 @@ def _rebuilt_bytes(recipe: Recipe, partners: Partners, *, element_bytes: int) ->
         rollout_tp=ranks,
         element_bytes=element_bytes,
     )
-    places = [
-        rollout_place(partners, replica)
-        for replica in range(partners.replica_count(Service.ROLLOUT))
-    ]
     return sum(
-        rollout_sharing(plan, rank, place=place).rebuild_bytes
-        for place in places
+        rollout_sharing(plan, rank, replica=replica).rebuild_bytes
+        for replica in range(partners.replica_count(Service.ROLLOUT))
         for rank in range(ranks)
     )
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from common.step.view import StepView
     from common.tensors.storage import Storage
     from common.vlm.model import SplitModel
+    from common.vlm.prompt import PromptTensors
     from common.worker.context import RunContext
     from common.worker.scope import StepScope
 
@@ -200,11 +201,17 @@ class PrefixEncoderRun:
 
     async def load(self, sample: PreparedSample) -> LoadedPrompt:
         """Copy a sample's prompt to the device."""
-        prompt, device = sample.prompt(), self.context.device
-        on_device = await in_thread(lambda: copied_aside(device, lambda: prompt.to(device)))
+        prompt = sample.prompt()
         return LoadedPrompt(
-            text=prompt.without_pixels(), row_json=sample.row_json, prompt=on_device
+            text=prompt.without_pixels(),
+            row_json=sample.row_json,
+            prompt=await self.on_device(prompt),
         )
+
+    async def on_device(self, prompt: PromptTensors) -> PromptTensors:
+        """The prompt where the models are."""
+        device = self.context.device
+        return await in_thread(lambda: copied_aside(device, lambda: prompt.to(device)))
 
     @property
     def one_tower(self) -> bool:

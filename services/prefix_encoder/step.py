@@ -149,7 +149,7 @@ class PrefixEncoderStep:
         scope, prepared = self._scope, self._scope.view.groups[group].prepared
         assert prepared is not None
         (lease,) = await scope.acquire(prepared.prompt_lease)
-        prompt = await in_thread(lambda: whole_prompt(lease))
+        prompt = await self._run.on_device(await in_thread(lambda: whole_prompt(lease)))
         scope.give_back(lease)
         return GroupWork(prompt)
 

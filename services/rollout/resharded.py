@@ -22,7 +22,7 @@ import torch
 from common.events.bodies import WeightsRefreshed
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing, source_ranks
-from common.step.gpus import rollout_place
+from common.step.gpus import rank_beside
 from common.tensors.errors import BrokerTimeout, StaleVersion
 from common.tensors.views import tensor_view
 from common.vlm.parallel.model import config_shape
@@ -139,14 +139,14 @@ class ReshardedWeights:
             rollout_tp=context.degree,
             element_bytes=context.dtype.itemsize,
         )
-        place = rollout_place(partners, context.place.replica)
-        sharing = rollout_sharing(plan, context.place.tensor_rank, place=place)
+        place = context.place
+        sharing = rollout_sharing(plan, place.tensor_rank, replica=place.replica)
         # of the replicas of training, which all have the same, the one on this rank's GPU
-        replica = sharing.gpu // degree % partners.replica_count(Service.LEARNER)
+        first = rank_beside(partners, sharing.gpu) - sharing.train_rank
         shared: dict[int, Storage] = {}
         sources: dict[int, dict[str, torch.Tensor]] = {}
         for rank in source_ranks(sharing):
-            name = context.storage_name(POLICY_WEIGHTS, replica * degree + rank)
+            name = context.storage_name(POLICY_WEIGHTS, first + rank)
             shared[rank] = await broker.open_storage(run_id, name, timeout_s=OPEN_TIMEOUT_S)
             parts = shards(shape.whole, model, rank=rank, degree=degree)
             layout = rank_layout(shape.whole, parts, rank=rank, degree=degree)

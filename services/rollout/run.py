@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.errors import FailedPrecondition
 from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
-from common.step.gpus import shared_gpu
+from common.step.gpus import rank_beside, shared_gpu
 from common.step.machine import Lane
 from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
@@ -190,7 +190,7 @@ async def _policy(
     if context.degree != context.partners.count(Service.LEARNER):
         resharded = await ReshardedWeights.open(context, shape)
         return resharded, resharded_model(context, shape, resharded.tensors), None
-    beside = shared_gpu(context.partners, context.participant)  # the number of training's rank
-    name = context.storage_name(POLICY_WEIGHTS, beside)
+    gpu = shared_gpu(context.partners, context.participant)
+    name = context.storage_name(POLICY_WEIGHTS, rank_beside(context.partners, gpu))
     storage = await context.broker.open_storage(context.run_id, name, timeout_s=OPEN_TIMEOUT_S)
     return storage, shared_model(context, shape, storage, None), None

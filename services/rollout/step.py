@@ -147,7 +147,7 @@ class RolloutStep:
         self._inputs[group] = leases
         return GroupRequest(
             group=group,
-            prompt=text.without_pixels(self._run.context.device),
+            prompt=text.without_pixels(),
             prefix=self._prefix(leases[1]) if from_lease else None,
             vision=(
                 tensor_view(leases[1], EMBEDDINGS) if extra is not None and not from_lease else None
@@ -180,7 +180,7 @@ class RolloutStep:
 
         return GroupRequest(
             group=group,
-            prompt=text.without_pixels(run.context.device),
+            prompt=text.without_pixels(),
             encode=encode,
             recorded=None if self._recorded is None else self._recorded.responses(group),
             limits=self._limits(group),

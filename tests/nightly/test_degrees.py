@@ -44,9 +44,14 @@ async def test_a_run_survives_deaths_while_groups_of_several_engines_train(wide)
     """In an order that no event's time has a part in: the bits are the same."""
     train_tp, rollout_tp = degrees_of(wide)
     fused = rollout_tp >= train_tp
-    last = wide.node.deployment.ranks(Service.ROLLOUT) - 1
+    engine, learner = (
+        wide.node.deployment.ranks(service) - 1 for service in (Service.ROLLOUT, Service.LEARNER)
+    )
     wanted = steady(
         wide.model, Schedule.FUSED if fused else Schedule.ROLLPLEX, steps=8, prompts_per_step=5
     )
-    blows = ((Striker.window, f"rollout/{last}"), (Striker.updating, "learner/0"))
+    blows = (
+        (Striker.window, f"rollout/{engine}"),
+        (Striker.learner_accumulates, f"learner/{learner}"),
+    )
     await assert_survives(wide, wanted, blows, patience=PATIENCE)

@@ -16,7 +16,8 @@ from tests.integration.runs.test_samples import named
 
 pytestmark = [pytest.mark.nightly, pytest.mark.redis, pytest.mark.timeout(600)]
 
-LIMIT = 6
+LIMIT = 100
+"""More steps than there are until the last blow."""
 PATIENCE = timedelta(seconds=500)
 BLOWS = (
     (Striker.window, "rollout/1"),
@@ -31,7 +32,7 @@ async def test_the_row_goes_on_over_deaths(replicated_node, model):
         Schedule.SERIAL,
         reward={"functions": [{"function": named(task.overflowing_reward)}]},
         algorithm={"nonfinite_limit": LIMIT, "scale_by_std": False},
-        training={"steps": 4 * LIMIT, "prompts_per_step": 2},
+        training={"steps": 2 * LIMIT, "prompts_per_step": 2},
     )
     node = replicated_node
     async with node.client() as client:
@@ -40,7 +41,7 @@ async def test_the_row_goes_on_over_deaths(replicated_node, model):
             ended = asyncio.create_task(client.wait_run(run.run_id, patience=PATIENCE))
             struck = [await moment(striker, victim) for moment, victim in BLOWS]
             run = await ended
-    assert struck[-1].step > 0
+    assert all(blow.step > 0 for blow in struck[1:])
     assert run.restarts >= len(BLOWS)
     assert run.state is RunState.FAILED
     assert f"in {LIMIT} steps in a row" in run.reason

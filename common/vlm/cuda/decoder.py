@@ -218,7 +218,7 @@ class CudaDecoder:
     def drop_graphs(self) -> None:
         """Forget all graphs, once none runs any more."""
         if self._graphs:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.pool.shared.device).synchronize()
             self._graphs.clear()
 
     @torch.no_grad()

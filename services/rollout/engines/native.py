@@ -188,7 +188,7 @@ class NativeEngine:
         if vision is None:
             width = self._model.language.embed_tokens.embedding_dim
             vision = torch.zeros((0, width), dtype=self._model.dtype, device=self._model.device)
-        return self._model.prefix_kv(request.prompt, vision)
+        return self._model.prefix_kv(request.prompt.to(self._model.device), vision)
 
     def _make_stepping(self) -> Stepping:
         """Each step has its own: slots of another number or size would make another batch."""

@@ -78,7 +78,7 @@ class GroupRequest:
 
     group: GroupId
     prompt: PromptTensors
-    """On the engine's device; its pixels are not read and may be empty."""
+    """On the host, or on the engine's device; its pixels are not read and may be empty."""
     prefix: PrefixKV | None = None
     """Policy prefix K/V, such as views of a lease, to be copied at the admission; None: the engine
     runs the prefix forward itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.config.deployment import Deadlines
 from common.vlm.initialise import initialise, load_spec
 from tests.integration.runs.conftest import SPEC, VOCABULARY
 from tests.integration.runs.lab import Lab
 from tests.integration.runs.node import Node, deployment
+from tests.integration.runs.recipes import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.integration.runs.lab import Finished
+
+
+LONG = Deadlines(start_s=300.0)
+"""Twice as many processes start at a time."""
 
 
 @pytest.fixture
@@ -25,17 +34,26 @@ def gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield lab
 
 
+@pytest.fixture(scope="module")
+def alone(request: pytest.FixtureRequest) -> Iterator[Finished]:
+    """What one rank has recorded. Its node has ended: the next one has the GPU to itself."""
+    with _lab(request, "gpu") as lab:
+        run = asyncio.run(recorded(lab))
+        lab.node.stop()
+        yield run
+
+
 @pytest.fixture
 def two_gpu_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    """The same with two ranks of each service that computes, on a GPU each."""
-    with _lab(request, "gpus", train_tp=2, rollout_tp=2) as lab:
+    """As `gpu_lab`, with two ranks of each service that computes, on a GPU each."""
+    with _lab(request, "gpus", train_tp=2, rollout_tp=2, deadlines=LONG) as lab:
         yield lab
 
 
 @pytest.fixture
 def two_replica_lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     """The same with two replicas of one rank, on a GPU each."""
-    with _lab(request, "replicas", dp=2) as lab:
+    with _lab(request, "replicas", dp=2, deadlines=LONG) as lab:
         yield lab
 
 
@@ -53,6 +71,9 @@ def _lab(request: pytest.FixtureRequest, name: str, **settings: Any) -> Iterator
         try:
             node.start()
             yield Lab(node, folder / "model")
+        except Exception:
+            print(node.complaints())  # noqa: T201 - pytest shows it with the failure
+            raise
         finally:
             node.stop()
             if request.session.testsfailed > failed_before:

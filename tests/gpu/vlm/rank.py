@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.config.environment import set_collectives
 from common.vlm.bound import bound_model
 from common.vlm.kernels import split_model
 from common.vlm.loading import empty_model
@@ -84,6 +85,7 @@ def decode(split, *, graph, recorded=None):
 
 
 def main(rank, rendezvous, folder):
+    set_collectives()
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl",

@@ -10,7 +10,7 @@ from common.weights.binding import views
 from tests.integration.ranks import run_ranks
 
 WORLD = 2
-LIMIT_S = 150.0
+LIMIT_S = 240.0
 pytestmark = [
     pytest.mark.multigpu,
     pytest.mark.timeout(LIMIT_S + 30),

@@ -41,12 +41,15 @@ def recipe(
     return check(Recipe, tree, source="a run test")
 
 
-def steady(path: Path, schedule: Schedule, **training: Any) -> Recipe:
+def steady(
+    path: Path, schedule: Schedule, *, data: Mapping[str, Any] | None = None, **training: Any
+) -> Recipe:
     """An update in which no gradient is small beside epsilon: AdamW makes a step of any other, be
     it rounding."""
     return recipe(
         path,
         schedule,
+        data=data or {},
         reward={
             "functions": [{"function": "rollplex.verify.task:checksum_reward"}],
             "on_error": "stop",

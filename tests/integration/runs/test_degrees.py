@@ -10,7 +10,6 @@ from common.errors import InvalidArgument
 from common.events.bodies import ModelRole
 from common.ids import Service
 from common.layouts.node import node_plan, rollout_sharing
-from common.step.gpus import rollout_place
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.models import RunState
@@ -50,7 +49,7 @@ def planned_bytes(lab):
     shape, size = read_shape(str(lab.model)), FLOAT32_BYTES
     plan = node_plan(shape, train_tp=train_tp, rollout_tp=rollout_tp, element_bytes=size)
     ranks = [
-        rollout_sharing(plan, rank, place=rollout_place(partners, replica))
+        rollout_sharing(plan, rank, replica=replica)
         for replica in range(partners.replica_count(Service.ROLLOUT))
         for rank in range(rollout_tp)
     ]
@@ -126,10 +125,14 @@ async def same_responses(alone, unequal):
 
 async def test_a_replica_of_either_side_may_have_no_group(alone, unequal):
     expected = await recorded(alone, groups=1)
-    replay = {"prompts_per_step": 1, "replay_from": str(expected.folder)}
-    wanted = steady(unequal.model, Schedule.ROLLPLEX, eval_prompts=3, **replay)
-    data = wanted.data.model_copy(update={"eval": wanted.data.train})
-    wanted = wanted.model_copy(update={"data": data})
+    wanted = steady(
+        unequal.model,
+        Schedule.ROLLPLEX,
+        data={"eval": "rollplex.verify.task:rows"},
+        prompts_per_step=1,
+        eval_prompts=3,
+        replay_from=str(expected.folder),
+    )
     (actual,) = await unequal.succeeded({"one-group": wanted})
     assert relative_difference(expected.tensors, actual.tensors) <= CLOSE
     groups = [(step["mode"], step["metrics"]["groups"]) for step in actual.steps]

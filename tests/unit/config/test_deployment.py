@@ -12,7 +12,12 @@ from common.config.deployment import (
     Deployment,
     load_deployment,
 )
-from common.config.environment import read_environment, set_allocator, set_threads
+from common.config.environment import (
+    read_environment,
+    set_allocator,
+    set_collectives,
+    set_threads,
+)
 from common.ids import WORKERS, Participant, Service
 
 BROKER = Participant(service=Service.BROKER)
@@ -91,6 +96,17 @@ def test_the_allocator_of_the_user_stays():
         chosen = {name: "expandable_segments:False"}
         set_allocator(chosen)
         assert chosen == {name: "expandable_segments:False"}
+
+
+def test_collectives_stay_on_the_node_unless_the_user_says_otherwise():
+    variables = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_GRAPH_REGISTER": "1"}
+    set_collectives(variables)
+    assert variables == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_GRAPH_REGISTER": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
 
 
 @pytest.mark.parametrize("length", [10, 80, 85, 90, 200])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.ids import WORKERS, Participant, Service
+from common.ids import WORKERS, Service
 from common.layouts.node import node_plan, rollout_sharing
-from common.step.gpus import rollout_place, shared_gpu
+from common.step.gpus import rank_beside, shared_gpu
 from common.step.partners import Partners
 from common.vlm.parallel.model import config_shape
 from common.vlm.tiny import tiny_config
@@ -42,7 +42,7 @@ def rollout_gpus(partners):
 def test_the_rollouts_ranks_are_where_a_plan_puts_them(train, rollout):
     plan = node_plan(SHAPE, train_tp=train[0], rollout_tp=rollout[0], element_bytes=4)
     planned = [
-        rollout_sharing(plan, rank, place=replica)
+        rollout_sharing(plan, rank, replica=replica)
         for replica in range(rollout[1])
         for rank in range(rollout[0])
     ]
@@ -67,18 +67,23 @@ def test_each_rank_of_either_side_has_a_gpu(train, rollout):
     [
         ((4, 1), (2, 2), [0, 2, 1, 3]),
         ((2, 1), (4, 1), [0, 2, 1, 3]),
-        ((2, 2), (1, 2), [0, 2]),
-        ((1, 4), (1, 2), [0, 2]),
-        ((4, 2), (2, 2), [0, 2, 4, 6]),
+        ((1, 4), (1, 2), [0, 1]),
     ],
     ids=str,
 )
-def test_fewer_replicas_than_there_is_room_for_are_spread(train, rollout, gpus):
+def test_the_gpus_are_those_that_the_text_names(train, rollout, gpus):
     assert rollout_gpus(of_node(train, rollout)) == gpus
 
 
-def test_more_replicas_than_there_is_room_for_share_their_places():
-    partners = of_node((2, 1), (1, 4))
-    assert [rollout_place(partners, replica) for replica in range(4)] == [0, 0, 1, 1]
-    assert rollout_gpus(partners) == [0, 0, 1, 1]
-    assert shared_gpu(partners, Participant(service=Service.LEARNER, rank=1)) == 1
+@pytest.mark.parametrize(
+    ("train", "rollout", "ranks"),
+    [
+        ((1, 2), (1, 4), [0, 1, 0, 1]),
+        ((1, 1), (2, 2), [0, 0, 0, 0]),
+        ((4, 1), (2, 2), [0, 2, 1, 3]),
+    ],
+    ids=str,
+)
+def test_ranks_without_a_gpu_are_beside_training_all_the_same(train, rollout, ranks):
+    partners = of_node(train, rollout)
+    assert [rank_beside(partners, gpu) for gpu in rollout_gpus(partners)] == ranks

@@ -83,6 +83,17 @@ async def test_a_closed_side_sends_nothing(ends):
         await learner.send(torch.zeros(1))
 
 
+async def test_what_goes_on_when_its_side_is_closed_has_not_arrived(ends):
+    learner, rollout = ends
+    task = asyncio.create_task(rollout.receive(torch.zeros(1)))
+    await asyncio.sleep(SETTLE_S)
+    rollout.close()
+    await learner.send(torch.ones(1))
+    with pytest.raises(PushBroken, match="closed meanwhile"):
+        async with asyncio.timeout(SOON_S):
+            await task
+
+
 async def test_a_cancelled_wait_closes_the_link_and_ends_with_the_other_side(ends):
     learner, rollout = ends
     task = asyncio.create_task(rollout.receive(torch.zeros(LARGE, dtype=torch.uint8)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
@@ -81,6 +81,23 @@ def present_too(worker, *epochs):
         one.unlink()
 
 
+@asynccontextmanager
+async def other_rank(worker, *epochs):
+    """A process that joins once an epoch, and leaves."""
+    other = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.integration.worker.other_rank",
+        *(str(rendezvous(worker, epoch)) for epoch in epochs),
+    )
+    try:
+        yield other
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
+
+
 async def test_a_job_that_others_have_given_up_ends_the_process(second_of_two, monkeypatch):
     actor = second_of_two.actor
     monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
@@ -113,30 +130,34 @@ async def test_what_belongs_to_no_epoch_may_take_long(second_of_two, monkeypatch
 
 
 async def test_a_join_with_a_rank_that_has_died_ends_the_process(second_of_two, monkeypatch):
+    """One that does not end joins others afterwards all the same."""
     worker = second_of_two
     monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
     monkeypatch.setattr(ranks, "AGREE_TIMEOUT_S", 2.0)
-    first = worker.configure(epoch=1)
-    with present_too(worker, 1):
-        await worker.until(rendezvous(worker, 1).exists)
-    second = worker.configure(epoch=2)
+    first = worker.configure(epoch=3)
+    with present_too(worker, 3):
+        await worker.until(rendezvous(worker, 3).exists)
+    second = worker.configure(epoch=4)
     with pytest.raises(RanksParted, match="prefix-encoder/0: a job or a join"):
         await worker.actor.parted()
-    with pytest.raises(Unavailable, match="epoch 2 has begun"):
+    with pytest.raises(Unavailable, match="epoch 4 has begun"):
         await first
-    await worker.release()
-    with pytest.raises(Unavailable, match="was released"):
-        await second
+    monkeypatch.setattr(ranks, "AGREE_TIMEOUT_S", JOIN_S)
+    async with other_rank(worker, 4) as other:
+        with present_too(worker, 4):
+            async with asyncio.timeout(JOIN_S):
+                await second
+                assert await other.wait() == 0
 
 
 async def test_a_newer_configuration_is_no_reason_to_end(second_of_two, monkeypatch):
     """What waits for ranks that have not come is cancelled."""
     worker = second_of_two
     monkeypatch.setattr("common.worker.actor.PARTED_AFTER_S", 0.1)
-    first = worker.configure(epoch=1)
-    await worker.until(mark(worker, 1, 0).exists)
-    second = worker.configure(epoch=2)
-    await worker.until(mark(worker, 2, 0).exists)
+    first = worker.configure(epoch=5)
+    await worker.until(mark(worker, 5, 0).exists)
+    second = worker.configure(epoch=6)
+    await worker.until(mark(worker, 6, 0).exists)
     await asyncio.sleep(0.5)
     assert not worker.actor._parted.is_set()
     await worker.release()
@@ -154,19 +175,9 @@ async def test_a_cancelled_join_leaves_nothing_behind(second_of_two):
     second = worker.configure(epoch=2)
     with pytest.raises(Unavailable, match="epoch 2 has begun"):
         await first
-    other = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.integration.worker.other_rank",
-        *(str(rendezvous(worker, epoch)) for epoch in (1, 2)),
-    )
-    try:
+    async with other_rank(worker, 1, 2) as other:
         with present_too(worker, 2):
             async with asyncio.timeout(JOIN_S):
                 assert await other.wait() == 0
                 await second
-    finally:
-        if other.returncode is None:
-            other.kill()
-            await other.wait()
     assert worker.script.changes == ["load", "prepare"]
