@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from common.config.sglang import SglangConfig
-from common.step.gpus import shared_gpu
+from common.step.gpus import rank_beside, shared_gpu
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
 from common.vlm.names import VISUAL
@@ -105,7 +105,8 @@ def _storage_name(context: RunContext, one: Participant) -> str:
     """Of the weights that a rank of the rollout reads."""
     if context.push is not None:
         return context.storage_name(ROLLOUT_WEIGHTS, one.rank)
-    return context.storage_name(POLICY_WEIGHTS, shared_gpu(context.partners, one))
+    gpu = shared_gpu(context.partners, one)
+    return context.storage_name(POLICY_WEIGHTS, rank_beside(context.partners, gpu))
 
 
 def _layouts(shape: ModelShape, degree: int) -> tuple[WeightLayout, ...]:
