@@ -88,6 +88,26 @@ def test_all_ranks_fail_alike(ranks, kind):
     assert [(type(error), str(error)) for error in found] == [(kind, "no more")] * RANKS
 
 
+def test_all_ranks_fail_alike_where_the_first_was_alone(ranks):
+    """It could not tell the engine of a group, or of its end."""
+    driver = Driver()
+
+    def refuse(_):
+        driver.asked.append("told")
+        raise EngineGone("no more")
+
+    driver.sample = driver.drop = refuse
+
+    def step(one):
+        one.sample(RESPONSE)
+        one.drop(GroupId(3))
+        one.reports([])
+
+    found = joined(ranks, driver, step)
+    assert [(type(error), str(error)) for error in found] == [(EngineGone, "no more")] * RANKS
+    assert driver.asked == ["told"]
+
+
 def test_processes_that_have_ended_are_not_started_in_a_step(ranks):
     driver = Driver(trouble="they have ended")
     found = joined(ranks, driver, lambda one: one.begin(WeightsVersion(1)))

@@ -44,6 +44,8 @@ class JoinedDriver:
         self._keeps_kv = keeps_kv
         self._has_kv = False
         self._aborted = False
+        self._failed: RollplexError | None = None
+        """What a call that only the first rank makes has raised: the next one of all does."""
 
     @property
     def pid(self) -> int:
@@ -74,18 +76,17 @@ class JoinedDriver:
             driver.begin(version)
 
         self._aborted = False
+        self._failed = None
         self._told(take)
         self._has_kv = True
 
     def sample(self, group: GroupSampling) -> None:
         """See `Driver.sample`."""
-        if self._driver is not None:
-            self._driver.sample(group)
+        self._alone(lambda driver: driver.sample(group))
 
     def drop(self, group: GroupId) -> None:
         """See `Driver.drop`."""
-        if self._driver is not None:
-            self._driver.drop(group)
+        self._alone(lambda driver: driver.drop(group))
 
     def reports(self, decoding: Sequence[GroupId]) -> Sequence[Frame]:
         """See `Driver.reports`: all ranks get the same."""
@@ -111,11 +112,20 @@ class JoinedDriver:
         if self._driver is not None:
             self._driver.close()
 
+    def _alone(self, call: Callable[[Driver], None]) -> None:
+        if self._driver is not None and self._failed is None:
+            try:
+                call(self._driver)
+            except RollplexError as error:
+                self._failed = error
+
     def _told(self, call: Callable[[Driver], Sequence[Frame] | None]) -> Sequence[Frame]:
         """What the first rank's call returns, on all of them; what it raises, too."""
         if self._driver is None:
             return _unless_failed(self._heard())
         try:
+            if self._failed is not None:
+                raise self._failed
             frames = call(self._driver) or ()
         except RollplexError as error:
             kind = _GONE if isinstance(error, EngineGone) else FAILED
