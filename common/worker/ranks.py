@@ -123,6 +123,9 @@ class Ranks:
         set_collectives()
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        everyone = range(place.world)
+        groups = [everyone[first:][: place.degree] for first in everyone[:: place.degree]]
+        across = [everyone[first :: place.degree] for first in everyone[: place.degree]]
         try:
             dist.init_process_group(
                 _BACKENDS[device.type],
@@ -131,14 +134,6 @@ class Ranks:
                 world_size=place.world,
                 timeout=timedelta(seconds=AGREE_TIMEOUT_S),
             )
-        except BaseException:
-            # Groups are named by a count, and ranks whose counts differ never find each other.
-            dist.distributed_c10d._world.group_count = 0
-            raise
-        everyone = range(place.world)
-        groups = [everyone[first:][: place.degree] for first in everyone[:: place.degree]]
-        across = [everyone[first :: place.degree] for first in everyone[: place.degree]]
-        try:
             mesh = _mesh(groups, device, timeout_s=collective_timeout_s)
             replicas = _mesh(across, device, timeout_s=collective_timeout_s)
             for made in (mesh, replicas):
@@ -146,9 +141,13 @@ class Ranks:
                     _connect(made, device)
             dist.barrier()
         except BaseException:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            # groups are named by their number: a process that has just started counts from 0
+            dist.distributed_c10d._world.group_count = 0
             raise
-        rendezvous.unlink(missing_ok=True)
+        finally:
+            rendezvous.unlink(missing_ok=True)
         return cls(mesh, replicas)
 
     def all_true(self, value: bool) -> bool:

@@ -7,8 +7,10 @@ import sys
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
+import torch
 
 from common.errors import Unavailable
+from common.step.place import Place
 from common.worker import ranks
 from common.worker.ranks import RanksAbsent, RanksParted, present
 from tests.unit.worker.conftest import ENCODER, RUN, Script, running
@@ -181,3 +183,29 @@ async def test_a_cancelled_join_leaves_nothing_behind(second_of_two):
                 assert await other.wait() == 0
                 await second
     assert worker.script.changes == ["load", "prepare"]
+
+
+async def test_a_join_that_has_failed_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
+    """The other rank may be a process that has just started."""
+
+    def join(name):
+        place, cpu = Place(rank=0, degree=2), torch.device("cpu")
+        return ranks.Ranks.join(tmp_path / name, place=place, device=cpu, collective_timeout_s=30.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "AGREE_TIMEOUT_S", 0.5)
+        with pytest.raises(RuntimeError):
+            await asyncio.to_thread(join, "alone")
+    assert not any(tmp_path.iterdir())
+    other = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.integration.worker.other_rank", str(tmp_path / "both")
+    )
+    try:
+        async with asyncio.timeout(JOIN_S):
+            joined = await asyncio.to_thread(join, "both")
+        joined.leave()
+        assert await other.wait() == 0
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
