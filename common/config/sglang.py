@@ -8,6 +8,12 @@ from pydantic import Field, field_validator
 
 from common.config.base import FrozenConfig
 
+_SET_ELSEWHERE = {
+    "enable_memory_saver": "release_memory",
+    "tp_size": "rollout_tp (deployment)",
+    "dp_size": "dp (deployment)",
+}
+
 
 class SglangConfig(FrozenConfig):
     """SGLang as the rollout's engine."""
@@ -44,6 +50,7 @@ class SglangConfig(FrozenConfig):
     def _only_further_ones(
         cls, arguments: dict[str, bool | int | float | str]
     ) -> dict[str, bool | int | float | str]:
-        if "enable_memory_saver" in arguments:
-            raise ValueError("enable_memory_saver is set by release_memory")
+        for name, owner in _SET_ELSEWHERE.items():
+            if name in arguments:
+                raise ValueError(f"{name} is set by {owner}")
         return arguments

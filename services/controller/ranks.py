@@ -8,6 +8,7 @@ from common.config.recipe import EngineName
 from common.errors import InvalidArgument
 from common.ids import Service
 from common.layouts.heads import nested_heads
+from common.layouts.kinds import VOCABULARY_MULTIPLES, LayoutName
 from common.step.schedule import OWN_WEIGHTS, PREFILL_FROM_LEASE, Schedule
 from common.vlm.parallel.shards import check_degree
 from common.vlm.shape import read_shape
@@ -25,7 +26,7 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     """
     if deployment.device == "cuda":
         _check_gpus(recipe, deployment)
-    _check_engine(recipe, deployment)
+    _check_environment(recipe, deployment)
     _check_pushes(recipe.training.schedule, deployment)
     train, rollout = deployment.train_tp, deployment.rollout_tp
     if train == rollout == 1:
@@ -42,6 +43,8 @@ def check_ranks(recipe: Recipe, deployment: Deployment) -> None:
     if recipe.model.reference_path is not None:
         check_degree(read_shape(str(recipe.model.reference_path)), train)
     _check_schedule(recipe.training.schedule, shape.kv_heads, deployment, here)
+    if recipe.rollout.engine is EngineName.SGLANG:
+        _check_sglang(recipe, shape.vocabulary, deployment, here)
 
 
 def _check_schedule(schedule: Schedule, kv_heads: int, deployment: Deployment, here: str) -> None:
@@ -69,25 +72,33 @@ def _nests(kv_heads: int, deployment: Deployment) -> bool:
     )
 
 
-def _check_engine(recipe: Recipe, deployment: Deployment) -> None:
-    if recipe.rollout.engine is not EngineName.SGLANG:
-        return
-    if deployment.engine_python is None:
+def _check_environment(recipe: Recipe, deployment: Deployment) -> None:
+    if recipe.rollout.engine is EngineName.SGLANG and deployment.engine_python is None:
         raise InvalidArgument(
             'rollout.engine = "sglang" on a node without engine_python: SGLang has an environment '
             "of its own; name its interpreter there (docs/sglang.md)"
         )
-    for name, value in (
-        ("train_tp", deployment.train_tp),
-        ("rollout_tp", deployment.rollout_tp),
-        ("dp", deployment.dp),
-        ("rollout_dp", deployment.rollout_replicas),
-    ):
-        if value > 1:
-            raise InvalidArgument(
-                f'rollout.engine = "sglang" on a node with {name} = {value}: SGLang is run with '
-                'one rank; legal is "native"'
-            )
+
+
+def _check_sglang(recipe: Recipe, vocabulary: int, deployment: Deployment, here: str) -> None:
+    """Args: vocabulary: of the model. here: the node, for messages."""
+    if deployment.train_tp != deployment.rollout_tp:
+        raise InvalidArgument(
+            f'rollout.engine = "sglang" {here}: SGLang reads the weights of training\'s ranks in '
+            'place; legal is "native", or equal degrees'
+        )
+    table = recipe.rollout.sglang
+    if table is not None and table.weights == "copy":
+        raise InvalidArgument(
+            f'rollout.sglang.weights = "copy" {here}: one rank has a part of the weights only; '
+            'legal is "alias"'
+        )
+    if vocabulary % VOCABULARY_MULTIPLES[LayoutName.SGLANG]:
+        raise InvalidArgument(
+            f'rollout.engine = "sglang" {here}: SGLang pads the {vocabulary} rows of the tables of '
+            "tokens to a multiple of 64 before it cuts them; legal are models without that "
+            'padding, or "native"'
+        )
 
 
 def _check_pushes(schedule: Schedule, deployment: Deployment) -> None:

@@ -47,7 +47,9 @@ class OwnWeights:
         storage = await context.broker.open_storage(
             context.run_id,
             context.storage_name(ROLLOUT_WEIGHTS),
-            create=flat_spec(layout.total_elements, context.dtype, readers=me, writers=me),
+            create=flat_spec(
+                layout.total_elements, context.dtype, readers=context.ranks, writers=me
+            ),
         )
         return storage, cls(storage, context.push)
 

@@ -16,19 +16,24 @@ from common.tensors.intake import SharedMemory
 from common.tensors.spec import DType, TensorSpec
 from common.vlm.loading import empty_model, load_config, suppressed_token_ids, weight_layout
 from common.vlm.model import SplitModel
+from common.vlm.parallel.model import config_shape
+from common.vlm.parallel.shards import rank_layout, shards
+from common.vlm.parallel.state import take_shard
 from common.vlm.tiny import random_init
-from common.weights.binding import bind_parameters
+from common.weights.binding import bind_parameters, views
 from services.rollout.engines.protocol import GroupRequest, StepSpec
+from services.rollout.engines.sglang.driver import HostDriver
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.messages import EngineSettings
 from services.rollout.engines.sglang.weights import OfferedWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from transformers import Qwen2_5_VLConfig
 
+    from common.vlm.parallel.shards import Shard
     from common.vlm.prompt import PromptTensors
     from common.weights.layout import WeightLayout
     from services.rollout.engines.protocol import Engine, FinishedGroup
@@ -41,6 +46,50 @@ KV_BYTES = 12345
 _FLAT = "flat"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank of the engine reads.
+
+    Attributes:
+        shards: None: the rank is the only one.
+    """
+
+    layout: WeightLayout
+    shards: Mapping[str, Shard] | None
+    flat: torch.Tensor
+    shared: SharedMemory
+
+    @classmethod
+    def of(cls, whole: WeightLayout, config: Qwen2_5_VLConfig, *, rank: int, ranks: int) -> Part:
+        layout, parts = whole, None
+        if ranks > 1:
+            parts = shards(whole, config_shape(config), rank=rank, degree=ranks)
+            layout = rank_layout(whole, parts, rank=rank, degree=ranks)
+        spec = TensorSpec(name=_FLAT, dtype=DType.FLOAT32, shape=(layout.total_elements,))
+        descriptor = os.memfd_create("policy")
+        os.truncate(descriptor, spec.nbytes)
+        flat = torch.frombuffer(mmap.mmap(descriptor, spec.nbytes), dtype=torch.float32)
+        shared = SharedMemory(
+            descriptor=descriptor, device="cpu", size_bytes=spec.nbytes, specs=(spec,)
+        )
+        return cls(layout=layout, shards=parts, flat=flat, shared=shared)
+
+    def take(self, flat: torch.Tensor, layout: WeightLayout) -> None:
+        """Cut it out of the whole policy."""
+        assert self.shards is not None
+        own = views(self.flat, self.layout)
+        for name, whole in views(flat, layout).items():
+            own[name].copy_(take_shard(whole, self.shards[name]))
+
+
+class Driven(SglangEngine):
+    """An engine beside the one that drives its processes."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        super().__init__(driver, max_requests=MAX_REQUESTS, kv_bytes=KV_BYTES)
+        self.driver = driver
+
+
 @dataclass
 class Policy:
     """See the module's text; a context manager that closes its memory."""
@@ -49,31 +98,28 @@ class Policy:
     config: Qwen2_5_VLConfig
     layout: WeightLayout
     flat: torch.Tensor
-    shared: SharedMemory
+    parts: tuple[Part, ...]
     model: SplitModel
     version: int = 0
 
     @classmethod
-    def of(cls, path: Path, *, train_vision: bool = False) -> Policy:
+    def of(cls, path: Path, *, train_vision: bool = False, ranks: int = 1) -> Policy:
+        """Args: ranks: whose parts an engine is to read."""
         config = load_config(path)
         model = empty_model(config, dtype=torch.float32)
         layout = weight_layout(model, train_vision=train_vision, dtype=torch.float32)
-        spec = TensorSpec(name=_FLAT, dtype=DType.FLOAT32, shape=(layout.total_elements,))
-        descriptor = os.memfd_create("policy")
-        os.truncate(descriptor, spec.nbytes)
-        pages = mmap.mmap(descriptor, spec.nbytes)
-        flat = torch.frombuffer(pages, dtype=torch.float32)
+        parts = tuple(Part.of(layout, config, rank=rank, ranks=ranks) for rank in range(ranks))
+        flat = parts[0].flat if ranks == 1 else torch.zeros(layout.total_elements)
         bind_parameters(model, layout, flat, None)
-        shared = SharedMemory(
-            descriptor=descriptor, device="cpu", size_bytes=spec.nbytes, specs=(spec,)
-        )
-        policy = cls(path, config, layout, flat, shared, SplitModel(model))
+        policy = cls(path, config, layout, flat, parts, SplitModel(model))
         policy.update(seed=0)
         return policy
 
     def update(self, *, seed: int) -> None:
         """Other weights, of the next version."""
         random_init(self.flat, self.layout, seed=seed, std=0.1, jitter=0.1)
+        for part in self.parts if len(self.parts) > 1 else ():
+            part.take(self.flat, self.layout)
         self.version += 1
 
     def engine(
@@ -83,12 +129,13 @@ class Policy:
         *,
         layout: WeightLayout | None = None,
         **config: Any,
-    ) -> SglangEngine:
+    ) -> Driven:
         """An engine for this policy that is not started."""
         settings = EngineSettings(
             model_path=str(self.path),
             device="cpu",
             gpu=0,
+            ranks=len(self.parts),
             dtype="float32",
             seed=3,
             max_requests=MAX_REQUESTS,
@@ -100,18 +147,18 @@ class Policy:
             arguments={},
         )
         table = SglangConfig(**config)
+        aliased = self.parts if table.weights == "alias" else ()
         weights = OfferedWeights(
-            layout=layout or self.layout,
+            layouts=tuple(part.layout for part in self.parts) if layout is None else (layout,),
             flat=self.flat,
             tensor=_FLAT,
-            shared=(
-                replace(self.shared, descriptor=os.dup(self.shared.descriptor))
-                if table.weights == "alias"
-                else None
+            shared=tuple(
+                replace(part.shared, descriptor=os.dup(part.shared.descriptor)) for part in aliased
             ),
             bucket_bytes=1 << 16,
         )
-        return SglangEngine(python, table, settings, weights, folder=folder, kv_bytes=KV_BYTES)
+        driver = HostDriver(python, table, settings, weights, folder=folder)
+        return Driven(driver)
 
     def spec(self, *, groups: int = 1, samples: int = SAMPLES, **params: Any) -> StepSpec:
         """A step on the present weights."""
@@ -152,7 +199,8 @@ class Policy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.shared.descriptor)
+        for part in self.parts:
+            os.close(part.shared.descriptor)
 
 
 def run_step(

@@ -7,23 +7,20 @@ import http.client
 import json
 import os
 import signal
-import sys
-import tempfile
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from common.config.deployment import Deadlines
 from common.errors import DeadlineExceeded
 from common.step.schedule import Schedule
 from common.vlm.initialise import initialise, load_spec
 from rollplex.models import RunState
-from services.rollout.engines.choice import RESERVATION
+from services.rollout.engines.sglang.make import RESERVATION
 from tests.integration.runs.lab import Lab, reach
-from tests.integration.runs.node import REPOSITORY, Node, children, deployment, gone
+from tests.integration.runs.node import REPOSITORY, Node, children, gone
 from tests.integration.runs.recipes import recipe
+from tests.sglang.node import node_with_sglang
 
 if TYPE_CHECKING:
     from rollplex.client import Client
@@ -33,8 +30,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(590)]
 BOUND = 1e-4
 ROLLOUT_SERVICE = "rollout/0"
 GONE_S = 30.0
-START_S = 300.0
-"""A node's start beside another engine, on two busy cores."""
 POLL_S = 0.05
 ROLLOUT = {
     "samples_per_group": 2,
@@ -50,24 +45,8 @@ def lab(request, engine_python, tmp_path_factory):
     """A node whose rollout has SGLang, which pads the model's vocabulary; its head is tied."""
     model = tmp_path_factory.mktemp("model") / "tiny"
     initialise(load_spec(REPOSITORY / "rollplex" / "verify" / "model.toml"), model)
-    # Not pytest's folder: its long names make a Unix socket's path too long.
-    with tempfile.TemporaryDirectory(prefix="rollplex-sglang-") as name:
-        folder = Path(name)
-        made = deployment(
-            folder / "node",
-            name="sglang",
-            engine_python=engine_python,
-            deadlines=Deadlines(start_s=START_S),
-        )
-        node = Node(made, folder)
-        failed_before = request.session.testsfailed
-        try:
-            node.start()
-            yield Lab(node, model)
-        finally:
-            node.stop()
-            if request.session.testsfailed > failed_before:
-                sys.stdout.write(node.complaints())
+    with node_with_sglang(request, engine_python) as node:
+        yield Lab(node, model)
 
 
 async def test_a_run_trains_with_a_tower_that_changes(lab):

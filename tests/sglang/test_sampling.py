@@ -131,9 +131,8 @@ def test_a_dropped_group_does_not_come(aliased):
         )
     while engine.admit_next() is not None:
         pass
-    engine.run_iteration()
+    finished = list(engine.run_iteration().finished)
     engine.drop_group(1)
-    finished = []
     while not engine.finished:
         finished += engine.run_iteration().finished
     assert sorted(each.group for each in finished) == [0, 2]

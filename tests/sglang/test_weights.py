@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.vlm.names import VISUAL
 from common.vlm.tiny import tiny_prompt
 from services.rollout.engines.errors import EngineRefused
 from services.rollout.engines.gate import NEW_TOKENS, gate_step, logprob_gate
@@ -29,9 +30,10 @@ def test_an_image_seen_before_is_that_of_the_new_weights(aliased):
 
 
 def test_all_is_read_in_place(aliased):
-    engine, layout = aliased.engine, aliased.policy.layout
-    assert engine.aliased_bytes == 4 * sum(entry.numel for entry in layout.entries)
-    assert engine.copied_bytes == 0
+    driver, layout = aliased.engine.driver, aliased.policy.layout
+    text = [entry for entry in layout.entries if not entry.name.startswith(VISUAL)]
+    assert driver.aliased_bytes == 4 * sum(entry.numel for entry in text)
+    assert driver.copied_bytes == 0
 
 
 def test_the_gate_passes(aliased):
@@ -48,7 +50,7 @@ def test_buckets(folder, engine_python, tmp_path):
         prompt = tiny_prompt(policy.config, seed=9, images=[(1, 4, 4)])
         try:
             engine.prepare()
-            assert engine.aliased_bytes == 0
+            assert engine.driver.aliased_bytes == 0
             for seed in (4, 5):
                 policy.update(seed=seed)
                 assert difference(policy, engine, prompt) < BOUND
@@ -64,6 +66,6 @@ def test_a_weight_that_nobody_takes_is_named(folder, engine_python, tmp_path):
         try:
             with pytest.raises(EngineRefused, match=r"MissingWeight.*language_model\.norm\.weight"):
                 engine.prepare()
-            assert not engine.running
+            assert engine.driver.pid == 0
         finally:
             engine.close()

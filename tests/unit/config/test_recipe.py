@@ -50,6 +50,10 @@ def test_a_prefix_is_run_once_unless_it_is_not_shared():
             "enable_memory_saver is set by release_memory",
         ),
         (
+            {"rollout": {"engine": "sglang", "sglang": {"arguments": {"tp_size": 2}}}},
+            r"tp_size is set by rollout_tp \(deployment\)",
+        ),
+        (
             {"rollout": {"engine": "sglang"}, "training": {"schedule": "fused"}},
             "training.schedule = 'fused' with rollout.engine",
         ),

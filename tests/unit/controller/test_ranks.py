@@ -79,21 +79,37 @@ def test_fused_is_refused_where_key_value_heads_do_not_nest(model, degrees):
         check_ranks(scheduled(model, Schedule.FUSED), node(*degrees))
 
 
-def test_sglang_has_one_rank(model):
+def sampled_by_sglang(model, **sglang):
     table = {"samples_per_group": 2, "max_new_tokens": 4, "max_slots": 8, "engine": "sglang"}
-    functions = [{"function": "rollplex.verify.task:checksum_reward"}]
-    reward = {"functions": functions, "on_error": "stop"}
-    wanted = recipe(model, reward=reward, rollout=table)
-    python = sys.executable
-    check_ranks(wanted, node(1, engine_python=python))
-    replicas = Deployment(dp=2, engine_python=python)
-    engines = Deployment(rollout_dp=2, engine_python=python)
-    several_of = ((node(2, engine_python=python), "train_tp"), (replicas, "dp"))
-    for several, name in (*several_of, (engines, "rollout_dp")):
-        with pytest.raises(InvalidArgument, match=rf'rollout\.engine = "sglang".*{name} = 2'):
-            check_ranks(wanted, several)
+    reward = rewarded(model, "stop").reward.model_dump()
+    return recipe(model, reward=reward, rollout={**table, "sglang": sglang})
+
+
+def test_sglang_needs_an_environment(model):
     with pytest.raises(InvalidArgument, match=r'rollout\.engine = "sglang".*engine_python'):
-        check_ranks(wanted, node(1))
+        check_ranks(sampled_by_sglang(model), node(1))
+
+
+def test_sglang_has_the_ranks_that_training_has(model):
+    (model / "config.json").write_text(json.dumps(tiny_config(vocab_size=384).to_dict()))
+    for ranks in (1, 2):
+        check_ranks(sampled_by_sglang(model), node(ranks, engine_python=sys.executable))
+    for degrees in ((1, 2), (2, 1)):
+        with pytest.raises(InvalidArgument, match=r'engine = "sglang".*equal degrees'):
+            check_ranks(sampled_by_sglang(model), node(*degrees, engine_python=sys.executable))
+
+
+def test_sglang_copies_no_parts_of_weights(model):
+    here = node(2, engine_python=sys.executable)
+    with pytest.raises(InvalidArgument, match=r'sglang\.weights = "copy".*legal is "alias"'):
+        check_ranks(sampled_by_sglang(model, weights="copy"), here)
+
+
+def test_sglang_cuts_no_padded_table(model):
+    (model / "config.json").write_text(json.dumps(tiny_config(vocab_size=200).to_dict()))
+    check_ranks(sampled_by_sglang(model), node(1, engine_python=sys.executable))
+    with pytest.raises(InvalidArgument, match=r'engine = "sglang".*200 rows.*"native"'):
+        check_ranks(sampled_by_sglang(model), node(2, engine_python=sys.executable))
 
 
 def test_a_rollout_of_other_replicas_is_not_pushed_to(tmp_path):

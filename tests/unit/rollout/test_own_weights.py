@@ -97,6 +97,7 @@ async def pair(broker, tmp_path):
     context = SimpleNamespace(
         run_id=RUN,
         participant=ROLLOUT,
+        ranks=(ROLLOUT,),
         broker=client,
         push=links[1],
         dtype=torch.float32,

@@ -12,6 +12,7 @@ from common.layouts.model import layout_pair
 from common.vlm.bound import bound_model
 from common.vlm.loading import weight_layout
 from common.vlm.names import on_disk_name
+from common.vlm.parallel.shards import rank_layout, shards
 from common.vlm.shape import shape_of
 from common.vlm.tiny import tiny_config
 from common.weights.binding import views
@@ -19,29 +20,21 @@ from common.weights.errors import LayoutMismatch, MissingWeight, UnexpectedWeigh
 from services.rollout.engines.sglang.placement import place
 
 
-def engine_parameters(shape) -> dict[str, torch.Tensor]:
-    """Parameters with SGLang's names and shapes."""
-    _, rollout = layout_pair(shape, ("native", 1), ("sglang", 1))
+def engine_parameters(shape, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """Parameters of a rank with SGLang's names and shapes."""
+    _, rollout = layout_pair(shape, ("native", ranks), ("sglang", ranks))
     found = {}
-    for tensor in rollout.ranks[0]:
+    for tensor in rollout.ranks[rank]:
         for layer in range(tensor.count):
             parameter = torch.zeros(tensor.shape)
-            for name in tensor.layer_names(layer):
-                engine_name = on_disk_name(name).replace(".attn.qkv.", ".attn.qkv_proj.")
-                found[engine_name] = parameter
+            for name in map(on_disk_name, tensor.layer_names(layer)):
+                if not name.startswith("visual."):
+                    found[name] = parameter
     return found
 
 
-def policy(
-    *,
-    vocabulary: int = 384,
-    train_vision: bool = False,
-    tied: bool = False,
-    vision_inner: int | None = None,
-):
+def policy(*, vocabulary: int = 384, train_vision: bool = False, tied: bool = False):
     config = tiny_config(vocab_size=vocabulary, tie_word_embeddings=tied)
-    if vision_inner is not None:
-        config.vision_config.intermediate_size = vision_inner
     bound = bound_model(config, dtype=torch.float32, train_vision=train_vision)
     return bound, shape_of(config.to_dict(), name="tiny")
 
@@ -68,19 +61,16 @@ def test_every_parameter_gets_its_parts(vocabulary, train_vision, tied):
 
 
 @pytest.mark.parametrize(
-    ("train_vision", "vocabulary", "vision_inner", "copied"),
+    ("train_vision", "vocabulary", "copied"),
     [
-        (True, 384, 64, set()),
-        (False, 384, 64, set()),
-        (False, 384, 60, {f"visual.blocks.{n}.mlp.gate_up_proj.bias" for n in range(2)}),
-        (True, 200, 64, {"model.embed_tokens.weight", "lm_head.weight"}),
+        (True, 384, set()),
+        (False, 384, set()),
+        (True, 200, {"model.embed_tokens.weight", "lm_head.weight"}),
     ],
-    ids=["trained tower", "frozen tower", "padding behind a bias", "padded vocabulary"],
+    ids=["trained tower", "frozen tower", "padded vocabulary"],
 )
-def test_what_cannot_be_a_view(train_vision, vocabulary, vision_inner, copied):
-    bound, shape = policy(
-        vocabulary=vocabulary, train_vision=train_vision, vision_inner=vision_inner
-    )
+def test_what_cannot_be_a_view(train_vision, vocabulary, copied):
+    bound, shape = policy(vocabulary=vocabulary, train_vision=train_vision)
     placed = place(engine_parameters(shape), bound.layout, shape)
     assert {one.name for one in placed if not one.alias} == copied
 
@@ -104,3 +94,28 @@ def test_another_dtype_or_size_is_refused():
         place(parameters, halves, shape)
     with pytest.raises(LayoutMismatch, match=r"model\.norm\.weight has 63 elements"):
         place({**parameters, "model.norm.weight": torch.zeros(63)}, bound.layout, shape)
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["two ranks", "heads that two of four share"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_reads_its_part_in_place(ranks, tied):
+    bound, shape = policy(vocabulary=512, tied=tied)
+    for rank in range(ranks):
+        parts = shards(bound.layout, shape, rank=rank, degree=ranks)
+        layout = rank_layout(bound.layout, parts, rank=rank, degree=ranks)
+        parameters = engine_parameters(shape, rank, ranks)
+        placed = place(parameters, layout, shape, ranks=ranks)
+        assert [one.name for one in placed] == list(parameters)
+        assert all(one.alias for one in placed)
+        flat = torch.arange(float(layout.total_elements))
+        for one in placed:
+            assert one.view(flat, parameters[one.name]).shape == parameters[one.name].shape
+
+
+def test_several_ranks_have_no_padded_table():
+    """The rows of SGLang's ranks would be others than those of the policy's."""
+    bound, shape = policy(vocabulary=200)
+    parts = shards(bound.layout, shape, rank=0, degree=2)
+    layout = rank_layout(bound.layout, parts, rank=0, degree=2)
+    with pytest.raises(LayoutMismatch, match=r"model\.embed_tokens\.weight has .* in the engine"):
+        place(engine_parameters(shape, 0, 2), layout, shape, ranks=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from services.rollout.engines.errors import EngineGone, EngineRefused
 from services.rollout.engines.sglang.messages import START, GroupSampling, SampledResponse
 from services.rollout.engines.sglang.process import EngineHost
-from services.rollout.engines.sglang.wire import ChannelClosed, Frame, receive, send
+from services.rollout.engines.sglang.wire import ChannelClosed, Frame, has_frame, receive, send
 
 DEADLINE_S = 60.0
 
@@ -30,6 +32,7 @@ def settings(**others):
         "model_path": "/nowhere",
         "device": "cpu",
         "gpu": 0,
+        "ranks": 1,
         "dtype": "float32",
         "seed": 0,
         "max_requests": 1,
@@ -98,7 +101,8 @@ def test_an_interpreter_that_is_not_there():
 
 def test_an_environment_without_sglang_is_named():
     host = EngineHost(Path(sys.executable), deadline_s=DEADLINE_S)
-    body = {"settings": settings(), "layout": "", "memory": None}
+    ranks = [{"layout": "", "memory": None}]
+    body = {"settings": settings(), "ranks": ranks}
     try:
         with pytest.raises(EngineRefused, match="No module named 'sglang'"):
             host.ask(Frame(kind=START, body=body))
@@ -113,3 +117,40 @@ def test_a_host_that_ends_is_noticed():
         host.ask(Frame(kind=START))
     assert not host.running
     host.stop()
+
+
+TALKER = """#!{python}
+import sys, time
+sys.path.insert(0, {root!r})
+import socket
+from services.rollout.engines.sglang.wire import Frame, send
+
+channel = socket.socket(fileno=int(sys.argv[-2]))
+while True:
+    send(channel, Frame(kind="progress", body={{"tokens": 1}}))
+    time.sleep(0.05)
+"""
+
+
+def test_reports_do_not_put_off_a_deadline(tmp_path):
+    talker = tmp_path / "talker"
+    talker.write_text(TALKER.format(python=sys.executable, root=str(Path.cwd())))
+    talker.chmod(0o755)
+    host = EngineHost(talker, deadline_s=DEADLINE_S)
+    assert host.report(within_s=DEADLINE_S) is not None
+    with pytest.raises(EngineGone, match="no answer to 'abort' within 1 s"):
+        host.ask(Frame(kind="abort"), deadline_s=1.0, meanwhile=lambda _: None)
+    assert not host.running
+
+
+def test_descriptors_may_have_large_numbers(pair):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    try:
+        far = socket.socket(fileno=fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 2048))
+        with far:
+            assert not has_frame(far, within_s=0.01)
+            send(pair[0], Frame(kind="memory"))
+            assert has_frame(far, within_s=DEADLINE_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -8,9 +8,6 @@ Shapes: G = responses of a group.
 
 from __future__ import annotations
 
-import logging
-import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,130 +17,35 @@ from services.rollout.engines.errors import EngineStateInvalid, GroupRequestInva
 from services.rollout.engines.order import AdmissionOrder
 from services.rollout.engines.protocol import Iteration
 from services.rollout.engines.sglang import messages
-from services.rollout.engines.sglang.folder import engine_folder
 from services.rollout.engines.sglang.group import SampledGroup, sampling_parameters
 from services.rollout.engines.sglang.messages import GroupSampling, SampledResponse
-from services.rollout.engines.sglang.process import EngineHost
-from services.rollout.engines.sglang.wire import Frame
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from common.config.sglang import SglangConfig
-    from common.ids import GroupId, WeightsVersion
+    from common.ids import GroupId
     from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
-    from services.rollout.engines.sglang.messages import EngineSettings
-    from services.rollout.engines.sglang.weights import OfferedWeights
-
-log = logging.getLogger(__name__)
-
-_POLL_S = 0.1
-"""Longest piece of work of `run_iteration`: so soon an abort gets its turn."""
+    from services.rollout.engines.sglang.driver import Driver
+    from services.rollout.engines.sglang.wire import Frame
 
 
 class SglangEngine:
-    """Implements `services.rollout.engines.protocol.Engine` by a child process.
+    """Implements `services.rollout.engines.protocol.Engine` by processes of SGLang.
 
     Args:
-        python: interpreter of the environment that has SGLang.
-        config: the recipe's table.
-        settings: of the engine; its model path is that of the policy.
-        weights: what it reads.
-        folder: of the run, for the engine's own files.
-        kv_bytes: of the places for keys and values.
+        driver: of the processes; the engine is its owner.
+        max_requests: sequences that decode at the same time.
+        kv_bytes: of the places for keys and values on this rank's device.
     """
 
-    def __init__(
-        self,
-        python: Path,
-        config: SglangConfig,
-        settings: EngineSettings,
-        weights: OfferedWeights,
-        *,
-        folder: Path,
-        kv_bytes: int,
-    ) -> None:
-        self._python = python
-        self._config = config
-        self._settings = settings
-        self._weights = weights
-        self._folder = folder
+    def __init__(self, driver: Driver, *, max_requests: int, kv_bytes: int) -> None:
+        self._driver = driver
+        self._max_requests = max_requests
         self._kv_bytes = kv_bytes
-        self._host: EngineHost | None = None
         self._spec: StepSpec | None = None
         self._order = AdmissionOrder(())
         self._groups: dict[GroupId, SampledGroup] = {}
         self._iterations = 0
-        self._heard_s = 0.0
-        self._closed = False
-        self._lost = ""
-        """What was the trouble with processes that are being started anew."""
-        self._has_kv = False
-        """Whether the engine has memory for keys and values."""
-        self.aliased_bytes = self.copied_bytes = 0
         self.cached_tokens = 0
         """Prompt tokens of the step's responses that were not computed anew, added up."""
-
-    # ---------------------------------------------------------------- processes
-
-    @property
-    def running(self) -> bool:
-        """Whether the engine's host runs."""
-        return self._host is not None and self._host.running
-
-    @property
-    def pid(self) -> int:
-        """Of the host and of its process group; 0: it does not run."""
-        return self._host.pid if self._host is not None and self.running else 0
-
-    @property
-    def trouble(self) -> str:
-        """See `Engine.trouble`."""
-        if self._host is None:
-            return self._lost
-        return "" if self._host.running else f"SGLang's processes ({self._host.pid}) have ended"
-
-    def prepare(self) -> None:
-        """See `Engine.prepare`: starts the engine's processes if they do not run.
-
-        Raises: EngineRefused with SGLang's reason, or naming parameters that no weight belongs to,
-            or weights that no parameter takes; EngineGone if the processes end or do not answer.
-        """
-        if self.running:
-            return
-        self._lost = self.trouble
-        self._end()
-        body, descriptors = self._weights.offer()
-        settings = asdict(self._settings)
-        settings["model_path"] = str(engine_folder(self._folder, self._settings.model_path))
-        frame = Frame(
-            kind=messages.START, body={**body, "settings": settings}, descriptors=descriptors
-        )
-        host = EngineHost(self._python, deadline_s=self._config.deadline_s)
-        try:
-            answer = host.ask(frame, deadline_s=self._config.start_s)
-        except BaseException:
-            host.kill()
-            raise
-        self._host = host
-        self._lost = ""
-        self._has_kv = True
-        self.aliased_bytes = answer.body["aliased_bytes"]
-        self.copied_bytes = answer.body["copied_bytes"]
-        log.info("SGLang is up", extra={"pid": host.pid, **answer.body})
-        self._release_kv()
-
-    def close(self) -> None:
-        """See `Engine.close`."""
-        self._end()
-        if not self._closed:
-            self._closed = True
-            self._weights.close()
-
-    def _end(self) -> None:
-        if self._host is not None:
-            self._host.stop()
-            self._host = None
 
     # ---------------------------------------------------------------- protocol
 
@@ -152,7 +54,7 @@ class SglangEngine:
         """See `Engine.capacity`."""
         if self._spec is None:
             return 0
-        places = self._settings.max_requests // self._spec.samples_per_group
+        places = self._max_requests // self._spec.samples_per_group
         return min(places, len(self._spec.groups))
 
     @property
@@ -163,12 +65,25 @@ class SglangEngine:
     @property
     def memory_bytes(self) -> int:
         """See `Engine.memory_bytes`."""
-        return self._kv_bytes if self.running and self._has_kv else 0
+        return self._kv_bytes if self._driver.has_kv else 0
+
+    @property
+    def trouble(self) -> str:
+        """See `Engine.trouble`."""
+        return self._driver.trouble
 
     @property
     def finished(self) -> bool:
         """See `Engine.finished`."""
         return not self._groups and self._order.next_group is None
+
+    def prepare(self) -> None:
+        """See `Engine.prepare`: starts the engine's processes if they do not run.
+
+        Raises: EngineRefused with SGLang's reason, or naming parameters that no weight belongs to,
+            or weights that no parameter takes; EngineGone if the processes end or do not answer.
+        """
+        self._driver.prepare()
 
     def begin_step(self, spec: StepSpec) -> None:
         """See `Engine.begin_step`. The caller holds the weights of the step's version.
@@ -181,16 +96,12 @@ class SglangEngine:
             raise EngineStateInvalid(f"step {self._step.step} is not finished: abort it first")
         if spec.forced:
             raise GroupRequestInvalid("SGLang cannot be fed with recorded responses")
-        if not 1 <= spec.samples_per_group <= self._settings.max_requests:
+        if not 1 <= spec.samples_per_group <= self._max_requests:
             raise GroupRequestInvalid(
                 f"samples_per_group = {spec.samples_per_group}: must be from 1 to the engine's "
-                f"{self._settings.max_requests} places"
+                f"{self._max_requests} places"
             )
-        self.prepare()
-        self._take_weights(spec.weights_version)
-        if not self._has_kv:
-            self._running_host.ask(Frame(kind=messages.RESUME))
-            self._has_kv = True
+        self._driver.begin(spec.weights_version)
         self._spec = spec
         self._order = AdmissionOrder(spec.groups)
         self._iterations = self.cached_tokens = 0
@@ -222,7 +133,7 @@ class SglangEngine:
         """
         self._order.drop(group)
         if self._groups.pop(group, None) is not None:
-            self._running_host.tell(Frame(kind=messages.DROP, body={"group": int(group)}))
+            self._driver.drop(group)
 
     def admit_next(self) -> GroupId | None:
         """See `Engine.admit_next`."""
@@ -244,9 +155,7 @@ class SglangEngine:
             step=int(spec.step),
             sampling=sampling_parameters(spec.params),
         )
-        self._running_host.tell(sampling.frame())
-        if not self._groups:
-            self._heard_s = time.monotonic()
+        self._driver.sample(sampling)
         self._groups[request.group] = group
         return request.group
 
@@ -266,34 +175,27 @@ class SglangEngine:
             raise EngineStateInvalid(f"group {self._order.next_group} has to be admitted first")
         if not self._groups:
             raise EngineStateInvalid("no group is decoding")
-        host = self._running_host
-        rows = 0
-        frame = host.report(within_s=_POLL_S)
-        if frame is None and time.monotonic() - self._heard_s > self._config.deadline_s:
-            raise host.overdue(f"groups {sorted(self._groups)} decode, but there was no token")
-        while frame is not None:
-            self._heard_s = time.monotonic()
-            rows += self._take(frame)
-            frame = host.report(within_s=0)
+        rows = sum(self._take(frame) for frame in self._driver.reports(tuple(self._groups)))
         if rows:
             self._iterations += 1
         return Iteration(number=self._iterations, rows=rows, finished=self._collect())
 
     def abort(self) -> None:
         """See `Engine.abort`."""
-        decoded = bool(self._groups)
+        decoding = bool(self._groups)
         self._groups = {}
         self._order = AdmissionOrder(())
-        if decoded and self.running:
-            # what still comes of the step is not wanted
-            self._running_host.ask(Frame(kind=messages.ABORT), meanwhile=lambda _: None)
+        self._driver.abort(decoding=decoding)
 
     def release(self) -> None:
         """See `Engine.release`; with `release_memory = false` the places stay SGLang's."""
         if not self.finished:
             raise EngineStateInvalid(f"step {self._step.step} is not finished: abort it first")
-        if self.running:
-            self._release_kv()
+        self._driver.release()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._driver.close()
 
     # ---------------------------------------------------------------- inside
 
@@ -304,32 +206,9 @@ class SglangEngine:
         return self._spec
 
     @property
-    def _running_host(self) -> EngineHost:
-        if self._host is None:
-            raise EngineStateInvalid("the engine is not started")
-        return self._host
-
-    @property
     def _must_admit(self) -> bool:
         """Whether there is a place and a group that takes it."""
         return len(self._groups) < self.capacity and self._order.next_group is not None
-
-    def _release_kv(self) -> None:
-        if self._has_kv and self._settings.release_memory:
-            self._running_host.ask(Frame(kind=messages.RELEASE))
-            self._has_kv = False
-
-    def _take_weights(self, version: WeightsVersion) -> None:
-        """Have the engine read the weights of a version, and forget what older ones computed.
-
-        A version may come again with other contents, after a return to a checkpoint: each step
-        takes them anew.
-        """
-        host = self._running_host
-        if self._weights.shared is None:
-            for bucket in self._weights.buckets():
-                host.ask(bucket)
-        host.ask(Frame(kind=messages.REFRESH, body={"version": str(version)}))
 
     def _take(self, frame: Frame) -> int:
         """Fold a report in; how many tokens it tells of."""

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 # from the service
 
 START = "start"
-"""First of all. `body`: `settings` (`EngineSettings`), `layout` (`WeightLayout` as JSON) and
-`memory` (`WeightMemory` with its one descriptor; null: weights come by `LOAD`). Answered when the
-engine is up, with `aliased_bytes` and `copied_bytes` of the weights."""
+"""First of all. `body`: `settings` (`EngineSettings`) and `ranks`, for each of the engine's ranks
+its `layout` (`WeightLayout` as JSON) and `memory` (`WeightMemory`, with a descriptor each; null:
+weights come by `LOAD`). Answered when the engine is up, with `aliased_bytes` and `copied_bytes` of
+the weights of all ranks."""
 LOAD = "load"
 """A bucket of weights. Tensors by their names in a checkpoint."""
 REFRESH = "refresh"
@@ -55,6 +56,12 @@ SAMPLED = "sampled"
 """A response is complete: see `SampledResponse`."""
 BROKE = "broke"
 """A request of a group failed. `body`: `group`, `message`."""
+
+# between the host and the process of one of the engine's ranks
+
+ATTACH = "attach"
+"""A rank's model is there. `body`: `rank`. Answered with what `START` says of the rank, and the
+descriptor."""
 
 PLACEHOLDER = "rollplex.placeholder"
 """Name of the one tensor in the folder that the engine reads its model from."""
@@ -190,7 +197,8 @@ class EngineSettings:
     Attributes:
         model_path: folder with the configuration and the file of `PLACEHOLDER`.
         device: `cpu` or `cuda`.
-        gpu: number of the GPU in the host.
+        gpu: number of the GPU in the host; of several ranks, of the first one's.
+        ranks: tensor-parallel ranks of the engine.
         dtype: of weights and activations.
         seed: of the engine's own randomness.
         max_requests: sequences that decode at the same time.
@@ -205,6 +213,7 @@ class EngineSettings:
     model_path: str
     device: str
     gpu: int
+    ranks: int
     dtype: str
     seed: int
     max_requests: int

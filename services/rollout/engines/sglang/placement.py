@@ -58,19 +58,22 @@ class PlacedParameter:
 
 
 def place(
-    parameters: Mapping[str, Tensor], layout: WeightLayout, shape: ModelShape
+    parameters: Mapping[str, Tensor], layout: WeightLayout, shape: ModelShape, *, ranks: int = 1
 ) -> list[PlacedParameter]:
-    """Account for every parameter of an engine without tensor parallelism, and for every weight.
+    """Account for every parameter of one of the engine's ranks, and for every weight.
+
+    The engine has no tower: it is given what the policy's makes of pictures.
 
     Args:
-        parameters: the engine's, under all their names.
-        layout: of the policy's weights, whole tensors on one rank.
+        parameters: the rank's, under all their names.
+        layout: of the policy's weights on the same rank of as many.
+        ranks: of the engine; of several each has equally many rows of a table.
     Raises: MissingWeight naming parameters that no weight belongs to; UnexpectedWeight naming
         weights that no parameter takes; LayoutMismatch if sizes or the dtype differ.
     """
     _, rollout = layout_pair(shape, (LayoutName.NATIVE, 1), (LayoutName.SGLANG, 1))
     fused = _by_name(rollout.ranks[0])
-    names = {name: _planned_name(name) for name in parameters}
+    names = {name: in_memory_name(name) for name in parameters}
     if missing := [name for name, planned in names.items() if planned not in fused]:
         raise missing_error(missing, "the plan of SGLang's layout")
     placed = []
@@ -78,20 +81,21 @@ def place(
     for name, tensor in parameters.items():
         entries = tuple(layout.select(fused[names[name]]).values())
         used |= {entry.name for entry in entries}
-        placed.append(_placed(name, tensor, entries, layout.dtype))
-    if extra := sorted(set(layout.names) - used):
+        placed.append(_placed(name, tensor, entries, layout.dtype, may_pad=ranks == 1))
+    text = {name for name in layout.names if not name.startswith(VISUAL)}
+    if extra := sorted(text - used):
         raise UnexpectedWeight(f"the engine has no parameter for: {shown(extra)}", names=extra)
     return placed
 
 
 def _placed(
-    name: str, tensor: Tensor, entries: tuple[TensorEntry, ...], dtype: str
+    name: str, tensor: Tensor, entries: tuple[TensorEntry, ...], dtype: str, *, may_pad: bool
 ) -> PlacedParameter:
     elements = sum(entry.numel for entry in entries)
     if str(tensor.dtype) != f"torch.{dtype}":
         raise LayoutMismatch(f"{name} is {tensor.dtype} in the engine and {dtype} in the policy")
-    # only tables of tokens are padded, by whole rows at their end
-    padded = len(entries) == 1 and tensor.numel() > elements
+    # only tables of tokens are padded, by whole rows at their end, which the last of ranks has
+    padded = may_pad and len(entries) == 1 and tensor.numel() > elements
     if tensor.numel() != elements and not padded:
         raise LayoutMismatch(
             f"{name} has {tensor.numel()} elements in the engine and {elements} in the policy"
@@ -103,30 +107,12 @@ def _placed(
     return PlacedParameter(name=name, entries=entries, alias=adjacent and not padded)
 
 
-def _planned_name(name: str) -> str:
-    """What the plan of layouts calls a parameter of the engine."""
-    planned = in_memory_name(name)
-    if planned.startswith(VISUAL):
-        planned = planned.replace(".attn.qkv_proj.", ".attn.qkv.")
-    return planned
-
-
 def _by_name(tensors: tuple[RankTensor, ...]) -> dict[str, tuple[str, ...]]:
-    """Names of the weights that each tensor of the plan joins."""
+    """Names of the weights that each of the plan's tensors of the text model joins."""
     found = {}
     for tensor in tensors:
         for layer in range(tensor.count):
-            parts = tuple(_weight_name(part.tensor.name, layer) for part in tensor.parts)
-            for name in tensor.layer_names(layer):
-                # one weight of the policy may be cut into several parts of the plan
-                found[name] = tuple(dict.fromkeys(parts))
+            parts = tuple(part.tensor.name.replace("*", str(layer)) for part in tensor.parts)
+            names = tensor.layer_names(layer)
+            found.update({name: parts for name in names if not name.startswith(VISUAL)})
     return found
-
-
-def _weight_name(planned: str, layer: int) -> str:
-    """The policy's name of a weight: its tower has queries, keys and values as one."""
-    name = planned.replace("*", str(layer))
-    if name.startswith(VISUAL):
-        for letter in "qkv":
-            name = name.replace(f".attn.{letter}.", ".attn.qkv.")
-    return name

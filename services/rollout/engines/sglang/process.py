@@ -94,13 +94,17 @@ class EngineHost:
         """Send a frame and wait for the answer.
 
         Args:
-            deadline_s: another one than the host's.
+            deadline_s: another one than the host's; for the answer, whatever is reported before.
             meanwhile: takes the reports that come before the answer.
         Raises: EngineRefused for a failure; EngineGone, after which the processes have ended.
         """
         self.tell(frame)
+        within_s = self._deadline_s if deadline_s is None else deadline_s
+        give_up_s = time.monotonic() + within_s
         while True:
-            answer = self._receive(self._deadline_s if deadline_s is None else deadline_s, frame)
+            if time.monotonic() > give_up_s:
+                raise self._gone(f"no answer to {frame.kind!r} within {within_s:.0f} s")
+            answer = self._receive(within_s, frame)
             if answer.kind == DONE:
                 return answer
             if answer.kind == FAILED:

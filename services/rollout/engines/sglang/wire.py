@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 _MESSAGE = "message"
-_MOST_DESCRIPTORS = 4
+_MOST_DESCRIPTORS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,29 @@ class ChannelClosed(Exception):
     """The other side has closed its end, or ended."""
 
 
+def encoded(frame: Frame) -> bytes:
+    """A frame without its descriptors."""
+    message = json.dumps({"kind": frame.kind, "body": dict(frame.body)})
+    tensors = {name: tensor.contiguous() for name, tensor in frame.tensors.items()}
+    return save(tensors, metadata={_MESSAGE: message})
+
+
+def decoded(data: bytes, descriptors: Sequence[int] = ()) -> Frame:
+    """What `encoded` made, with descriptors that came beside it."""
+    header_bytes = _LENGTH.unpack_from(data)[0]
+    header = json.loads(data[_LENGTH.size : _LENGTH.size + header_bytes])
+    message = json.loads(header["__metadata__"][_MESSAGE])
+    return Frame(
+        kind=message["kind"], body=message["body"], tensors=load(data), descriptors=descriptors
+    )
+
+
 def send(channel: socket.socket, frame: Frame) -> None:
     """Send a frame; its descriptors stay the sender's. Blocks while the socket is full.
 
     Raises: ChannelClosed; TimeoutError after the socket's own timeout.
     """
-    message = json.dumps({"kind": frame.kind, "body": dict(frame.body)})
-    tensors = {name: tensor.contiguous() for name, tensor in frame.tensors.items()}
-    data = save(tensors, metadata={_MESSAGE: message})
+    data = encoded(frame)
     try:
         sent = socket.send_fds(channel, [_LENGTH.pack(len(data))], list(frame.descriptors))
         assert sent == _LENGTH.size, "a frame's length was torn"
@@ -75,21 +90,15 @@ def receive(channel: socket.socket) -> Frame:
         data = _exactly(channel, _LENGTH.unpack(head)[0])
     except ConnectionResetError as error:
         raise ChannelClosed(str(error)) from error
-    header_bytes = _LENGTH.unpack_from(data)[0]
-    header = json.loads(data[_LENGTH.size : _LENGTH.size + header_bytes])
-    message = json.loads(header["__metadata__"][_MESSAGE])
-    return Frame(
-        kind=message["kind"],
-        body=message["body"],
-        tensors=load(data),
-        descriptors=tuple(descriptors),
-    )
+    return decoded(data, tuple(descriptors))
 
 
 def has_frame(channel: socket.socket, *, within_s: float) -> bool:
     """Whether a frame, or the channel's end, comes within this time."""
-    readable, _, _ = select.select([channel], [], [], within_s)
-    return bool(readable)
+    # not `select`, which takes no descriptor beyond 1023
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 def _exactly(channel: socket.socket, size_bytes: int) -> bytes:

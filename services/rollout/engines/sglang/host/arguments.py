@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from services.rollout.engines.sglang.host.weights import ADDRESS, REFRESH_LOADER
@@ -16,6 +17,8 @@ _ON_CPU = {
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
+    # a scheduler without requests would have a core to itself
+    "sleep_on_idle": True,
 }
 """SGLang does not support CPUs like this; it is for tests and rehearsals."""
 
@@ -37,6 +40,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [REFRESH_LOADER],
         "base_gpu_id": settings.gpu,
+        "tp_size": settings.ranks,
         # token ids in, token ids out, one report a decode step
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
@@ -70,8 +74,19 @@ def engine_environment(settings: EngineSettings, weights_address: str) -> dict[s
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        **({"SGLANG_USE_CPU_ENGINE": "1"} if settings.device == "cpu" else {}),
+        **(_cpu_environment(settings.ranks) if settings.device == "cpu" else {}),
     }
+
+
+def _cpu_environment(ranks: int) -> dict[str, str]:
+    """SGLang asks for the cores of each rank where there are more ranks than NUMA nodes.
+
+    Nothing is compiled: a process that is killed over it leaves a torn library for all that follow.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    bound = (str(cores[rank % len(cores)]) for rank in range(ranks))
+    several = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(bound)} if ranks > 1 else {}
+    return {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **several}
 
 
 def _saves_memory(settings: EngineSettings) -> bool:

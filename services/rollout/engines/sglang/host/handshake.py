@@ -1,4 +1,4 @@
-"""Hands the policy's memory to the process that loads the model, and hears what became of it."""
+"""Hands the policy's memory to the processes that load the model, and hears what became of it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,42 @@ from services.rollout.engines.sglang.messages import FAILED
 from services.rollout.engines.sglang.wire import ChannelClosed, Frame, receive, send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any, Self
+
+_ANSWERED_S = 10.0
+"""Longest wait for answers once the engine is up: they were given before."""
 
 
 class WeightHandshake:
-    """Listens until one process has attached; a context manager.
+    """Listens until the process of each of the engine's ranks has attached; a context manager.
 
     Attributes:
         address: name of the socket, in Linux's abstract namespace.
+        refused: whether a rank has failed, and the service was told.
     """
 
     def __init__(
         self,
-        body: Mapping[str, Any],
+        offers: Sequence[Mapping[str, Any]],
         descriptors: tuple[int, ...],
         *,
         refused: Callable[[Frame], None],
     ) -> None:
         """Args:
-        body: see `host.weights.attach`.
-        descriptors: closed when a process has attached.
-        refused: given a failure at once: SGLang ends this process because of it.
+        offers: by rank; see `host.weights.attach`.
+        descriptors: of each rank's memory, or none; closed when all have attached.
+        refused: given the first failure at once: SGLang ends this process because of it.
         """
-        self._refused = refused
+        self._refuse = refused
+        self.refused = False
         self.address = f"rollplex-sglang-{uuid.uuid4().hex}"
-        self._offer = Frame(kind="memory", body=body, descriptors=descriptors)
-        self._answer: Frame | None = None
+        self._offers = offers
+        self._descriptors = descriptors
+        self._answers: list[Frame] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("\0" + self.address)
-        self._listener.listen(1)
+        self._listener.listen(len(offers))
         self._thread = threading.Thread(target=self._serve, name="handshake", daemon=True)
 
     def __enter__(self) -> Self:
@@ -51,21 +57,35 @@ class WeightHandshake:
     def __exit__(self, *_: object) -> None:
         self._listener.close()
 
-    @property
-    def answer(self) -> Frame | None:
-        """What the process said: `DONE` with bytes by kind, or `FAILED`; None: nothing."""
-        return self._answer
+    def attached(self) -> dict[str, int]:
+        """Bytes of the weights by kind, of all ranks. Raises RuntimeError if one has none."""
+        self._thread.join(_ANSWERED_S)
+        if len(self._answers) < len(self._offers):
+            raise RuntimeError(
+                f"{len(self._answers)} of {len(self._offers)} ranks of the engine have a model"
+            )
+        names = self._answers[0].body
+        return {name: sum(answer.body[name] for answer in self._answers) for name in names}
 
     def _serve(self) -> None:
         try:
-            channel, _ = self._listener.accept()
-            with channel:
-                send(channel, self._offer)
-                self._answer = receive(channel)
-            if self._answer.kind == FAILED:
-                self._refused(self._answer)
+            for _ in self._offers:
+                channel, _ = self._listener.accept()
+                with channel:
+                    self._attach(channel)
         except (OSError, ChannelClosed):
-            return  # the listener was closed, or the process ended: there is no answer
+            return  # the listener was closed, or a process ended: there is no answer
         finally:
-            for descriptor in self._offer.descriptors:
+            for descriptor in self._descriptors:
                 os.close(descriptor)
+
+    def _attach(self, channel: socket.socket) -> None:
+        rank = receive(channel).body["rank"]
+        descriptors = self._descriptors[rank : rank + 1]
+        send(channel, Frame(kind="memory", body=self._offers[rank], descriptors=descriptors))
+        answer = receive(channel)
+        if answer.kind != FAILED:
+            self._answers.append(answer)
+        elif not self.refused:
+            self.refused = True
+            self._refuse(answer)

@@ -16,7 +16,7 @@ from services.rollout.engines.sglang.host.arguments import (
 )
 from services.rollout.engines.sglang.host.handshake import WeightHandshake
 from services.rollout.engines.sglang.host.life import end_with
-from services.rollout.engines.sglang.messages import FAILED, START, EngineSettings
+from services.rollout.engines.sglang.messages import DONE, FAILED, START, EngineSettings
 from services.rollout.engines.sglang.wire import Frame, receive, send
 
 
@@ -34,13 +34,9 @@ def run(channel_descriptor: int, life_descriptor: int) -> None:
     start = receive(channel)
     assert start.kind == START
     settings = EngineSettings(**start.body["settings"])
-    body = {
-        "memory": start.body["memory"],
-        "layout": start.body["layout"],
-        "model_path": settings.model_path,
-    }
+    offers = [{**rank, "model_path": settings.model_path} for rank in start.body["ranks"]]
     handshake = WeightHandshake(
-        body, tuple(start.descriptors), refused=lambda frame: send(channel, frame)
+        offers, tuple(start.descriptors), refused=lambda frame: send(channel, frame)
     )
     with handshake as weights:
         os.environ.update(engine_environment(settings, weights.address))
@@ -51,14 +47,14 @@ def run(channel_descriptor: int, life_descriptor: int) -> None:
             from sglang.srt.entrypoints.engine import Engine
 
             engine = Engine(**engine_arguments(settings))
+            attached = weights.attached()
         except BaseException as error:
-            if weights.answer is None or weights.answer.kind != FAILED:
+            if not weights.refused:
                 message = f"{type(error).__name__}: {error}"
                 send(channel, Frame(kind=FAILED, body={"message": message}))
             raise
-    assert weights.answer is not None, "the engine is up without a model"
-    send(channel, weights.answer)
+    send(channel, Frame(kind=DONE, body=attached))
     from services.rollout.engines.sglang.host.serving import Serving
 
-    engine.loop.run_until_complete(Serving(engine, channel).run())
+    engine.loop.run_until_complete(Serving(engine, channel, ranks=settings.ranks).run())
     engine.shutdown()

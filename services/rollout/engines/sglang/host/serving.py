@@ -45,8 +45,10 @@ _FLUSH_S = 30.0
 class Serving:
     """One engine and its service."""
 
-    def __init__(self, engine: Any, channel: socket.socket) -> None:
+    def __init__(self, engine: Any, channel: socket.socket, *, ranks: int) -> None:
+        """Args: ranks: of the engine, each of which is given weights."""
         self._engine = engine
+        self._ranks = ranks
         self._manager = engine.tokenizer_manager
         self._channel = channel
         self._sampler = Sampler(engine, self._report)
@@ -130,7 +132,9 @@ class Serving:
     ) -> None:
         """Raises: UpdateRefused if any of the calls answers with a failure."""
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors)],
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(tensors) for _ in range(self._ranks)
+            ],
             load_format=load_format,
             flush_cache=version is not None,
             weight_version=version,

@@ -14,7 +14,7 @@ from common.tensors.spec import DType, TensorSpec
 from common.tensors.views import device_tensor, host_tensor
 from common.vlm.shape import read_shape
 from common.weights.layout import WeightLayout
-from services.rollout.engines.sglang.messages import DONE, FAILED, WeightMemory
+from services.rollout.engines.sglang.messages import ATTACH, DONE, FAILED, WeightMemory
 from services.rollout.engines.sglang.placement import PlacedParameter, place
 from services.rollout.engines.sglang.wire import Frame, receive, send
 
@@ -63,22 +63,24 @@ class BoundWeights:
 _bound: BoundWeights | None = None
 
 
-def attach(model: nn.Module) -> None:
-    """Account for every parameter of a model, and bind it if there is memory to read.
+def attach(model: nn.Module, *, rank: int, ranks: int) -> None:
+    """Account for every parameter of a rank's model, and bind it if there is memory to read.
 
-    Whoever listens at `ADDRESS` sends a frame with `WeightMemory`, or without: then the weights
-    come in buckets. The answer has the bytes by kind, or what is wrong.
+    Whoever listens at `ADDRESS` is told the rank and sends a frame with `WeightMemory`, or without:
+    then the weights come in buckets. The answer has the bytes by kind, or what is wrong.
 
     Raises: as `place` does, after the answer.
     """
     global _bound
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.connect("\0" + os.environ[ADDRESS])
+        send(channel, Frame(kind=ATTACH, body={"rank": rank}))
         asked = receive(channel)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         layout = WeightLayout.from_json(asked.body["layout"])
         try:
-            placed = place(parameters, layout, read_shape(asked.body["model_path"]))
+            shape = read_shape(asked.body["model_path"])
+            placed = place(parameters, layout, shape, ranks=ranks)
             total = layout.total_elements
             body = {"aliased_bytes": 0, "copied_bytes": 0}
             if asked.body["memory"] is not None:

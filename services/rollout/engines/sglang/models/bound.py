@@ -1,13 +1,18 @@
-"""Qwen2.5-VL of SGLang, with its weights read in place from memory of the broker.
+"""Qwen2.5-VL of SGLang without its tower, its weights read in place from memory of the broker.
 
-The engine reads its model from a folder with one placeholder tensor: that is the moment, before it
-captures graphs, at which parameters become views.
+Requests bring the tower's embeddings, so nobody would read its weights. The engine reads its model
+from a folder with one placeholder tensor: that is the moment, before it captures graphs, at which
+parameters become views.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from sglang.srt.models import qwen2_5_vl
 
 from services.rollout.engines.sglang.host.memory import keep_weights_out
@@ -26,11 +31,19 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - the name by which SGLa
 ):
     """See the module's text."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self.visual
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Attach to the policy's weights, or load a bucket of them."""
         tensors = dict(weights)
         if set(tensors) == {PLACEHOLDER}:
-            attach(self)
+            attach(
+                self,
+                rank=get_tensor_model_parallel_rank(),
+                ranks=get_tensor_model_parallel_world_size(),
+            )
         else:
             super().load_weights(tensors.items())
 
