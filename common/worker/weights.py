@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 POLICY_WEIGHTS = "policy.weights"
 POLICY_GRADIENTS = "policy.gradients"
 ROLLOUT_WEIGHTS = "rollout.weights"
-"""The policy's in the rollout, where it has a copy of its own (`OWN_WEIGHTS`)."""
+"""What a rank of the rollout has of the policy's by itself: a copy (`OWN_WEIGHTS`), or, at another
+degree than training's, what is no view of training's."""
 REFERENCE_WEIGHTS = "reference.weights"
 
 REFERENCE_VERSION = WeightsVersion(0)

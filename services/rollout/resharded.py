@@ -9,6 +9,8 @@ Invariants:
 - Whoever reads parameters holds the same version of all storages that they lie in. This rank's gets
   a version under read holds of what it is made of, alone, and is readable only when it and the gaps
   are whole. A rank that dies meanwhile leaves it torn, and training's storages as they were.
+- A version may come again with other contents, after a return to a checkpoint: so what was made
+  counts until the next configuration, which every such return has.
 """
 
 from __future__ import annotations
@@ -122,8 +124,8 @@ class ReshardedWeights:
         self._own = own
         self._resharding = resharding
         self._alias_bytes = alias_bytes
-        self._whole = None if own is None or own.torn else own.version
-        """The version that this rank's storage and the gaps have; None: none, or a part of one."""
+        self._whole: WeightsVersion | None = None
+        """The version that this rank's storage and the gaps have; None: none that counts."""
         self._refreshing = asyncio.Lock()
 
     @classmethod
@@ -217,6 +219,10 @@ class ReshardedWeights:
             rebuild_bytes=done.rebuild_bytes,
             seconds=seconds,
         )
+
+    def forget(self) -> None:
+        """Make the next version that is wanted anew, be it the one that is here."""
+        self._whole = None
 
     def park_again(self) -> None:
         """Nothing of them is ever parked."""

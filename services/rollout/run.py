@@ -141,6 +141,8 @@ class RolloutRun:
         """
         if self.own is not None:
             await self.own.catch_up()
+        if isinstance(self.weights, ReshardedWeights):
+            self.weights.forget()
         try:
             await self.memory.take(timeout_s=HOLD_TIMEOUT_S)
             await in_thread(self.engine.prepare)

@@ -45,7 +45,7 @@ class DirectResharding:
         sources: of every rank of training that the plan has the rank read, by that rank: its
             tensors by name, of one dtype, on one device. Of a tied tensor one name is enough. Those
             of the rank on its GPU are views of writable memory, if the plan gathers there.
-        own: [own_elements(sharing)] of that dtype, for what is rebuilt.
+        own: [own_elements(sharing)] or more, of that dtype, for what is rebuilt.
         Raises: MissingWeight naming every tensor that a rank lacks; LayoutMismatch for one that
             does not lie as the plan says.
         """

@@ -81,9 +81,9 @@ class Training:
             client = client or await broker.join(learner)
             self.storages.append(await client.open_storage(RunId("run"), name, create=spec))
 
-    async def publish(self, version) -> dict[str, torch.Tensor]:
-        """Write random weights. Returns: them, whole."""
-        generator = torch.Generator().manual_seed(version)
+    async def publish(self, version, *, seed=None) -> dict[str, torch.Tensor]:
+        """Write random weights, of one version the same. Returns: them, whole."""
+        generator = torch.Generator().manual_seed(version if seed is None else seed)
         values = {
             one.name: torch.randn(one.shape, generator=generator) for one in self.whole.entries
         }
@@ -227,8 +227,8 @@ async def test_what_a_rank_that_died_has_half_copied_is_copied_again(broker, fol
             assert same(weights, values) == training.harmed(values) == []
 
 
-async def test_gaps_outlive_what_training_writes(broker, folder, training):
-    """A version that is restored, as after the death of a rank of training, is not copied again."""
+async def test_training_writes_in_no_gap(broker, folder, training):
+    """As when its ranks restore a version after the death of one."""
     async with opened(broker, folder) as (weights, _):
         await training.publish(V1)
         (await weights.hold_read(V1)).release()
@@ -238,6 +238,31 @@ async def test_gaps_outlive_what_training_writes(broker, folder, training):
         with await weights.hold_read(V1) as hold:
             assert hold.refreshed.gather_bytes == hold.refreshed.rebuild_bytes == 0
             assert same(weights, values) == training.harmed(values) == []
+
+
+async def test_a_version_that_comes_again_is_not_taken_for_the_one_before(broker, folder, training):
+    """As after a return to a checkpoint, in a replica without a group in the steps between."""
+    async with opened(broker, folder) as (weights, _):
+        await training.publish(V2)
+        (await weights.hold_read(V2)).release()
+        await training.publish(V1)
+        weights.forget()
+        values = await training.publish(V2, seed=3)
+        with await weights.hold_read(V2) as hold:
+            assert hold.refreshed.gather_bytes > hold.refreshed.rebuild_bytes > 0
+            assert same(weights, values) == training.harmed(values) == []
+
+
+async def test_nor_in_a_process_that_has_just_started(broker, folder, training):
+    async with opened(broker, folder) as (weights, client):
+        await training.publish(V1)
+        (await weights.hold_read(V1)).release()
+        await client.close()
+    broker.clients.remove(client)
+    values = await training.publish(V1, seed=3)
+    async with opened(broker, folder) as (weights, _):
+        with await weights.hold_read(V1):
+            assert same(weights, values) == []
 
 
 async def test_what_waits_for_a_version_holds_nothing_when_it_is_given_up(broker, folder, training):
