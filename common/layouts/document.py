@@ -21,35 +21,39 @@ SUMS = (
 """Figures that are given for every GPU and summed over all."""
 
 
-def document(plan: SharingPlan, *, tensors: bool) -> dict[str, Any]:
+def document(plan: SharingPlan, *, tensors: bool, scratch: bool = True) -> dict[str, Any]:
     """The plan's bytes, by GPU and in all, and the placement of the rollout's ranks.
 
     Args:
         tensors: whether each tensor of the rollout is listed, with its bytes on all GPUs.
+        scratch: whether it is carried out by collectives, which hold some memory meanwhile.
     """
     made: dict[str, Any] = {
         "train": {"layout": plan.train.name, "tp": plan.train.degree},
         "rollout": {"layout": plan.rollout.name, "tp": plan.rollout.degree},
         "gpus": len(plan.gpus),
         **{key: sum(getattr(gpu, key) for gpu in plan.gpus) for key in SUMS},
-        "scratch_bytes": max(gpu.scratch_bytes for gpu in plan.gpus),
         "plain_order_alias_bytes": plan.plain_alias_bytes,
-        "ranks": [_rank(gpu) for gpu in plan.gpus],
+        "ranks": [_rank(gpu, scratch=scratch) for gpu in plan.gpus],
     }
+    if scratch:
+        made["scratch_bytes"] = max(gpu.scratch_bytes for gpu in plan.gpus)
     if tensors:
         made["tensors"] = _tensors(plan)
     return made
 
 
-def _rank(gpu: GpuSharing) -> dict[str, int]:
-    return {
+def _rank(gpu: GpuSharing, *, scratch: bool) -> dict[str, int]:
+    made = {
         "gpu": gpu.gpu,
         "train_rank": gpu.train_rank,
         "rollout_replica": gpu.rollout_replica,
         "rollout_rank": gpu.rollout_rank,
         **{key: getattr(gpu, key) for key in SUMS},
-        "scratch_bytes": gpu.scratch_bytes,
     }
+    if scratch:
+        made["scratch_bytes"] = gpu.scratch_bytes
+    return made
 
 
 def _tensors(plan: SharingPlan) -> list[dict[str, Any]]:

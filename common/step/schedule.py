@@ -145,16 +145,7 @@ TABLE: dict[Schedule, dict[Task, frozenset[Condition]]] = {
             {Condition.GENERATED, Condition.REFERENCE_PREFIX_ENCODED, Condition.ROLLOUT_OVER}
         ),
         Task.POLICY_PREFIX: frozenset({Condition.VISION_ENCODED, Condition.WINDOW_OPENED}),
-        Task.RESPONSE_TRAIN: frozenset(
-            {
-                Condition.POLICY_PREFIX_ENCODED,
-                Condition.REWARDED,
-                Condition.SCORED,
-                Condition.ROLLOUT_OVER,
-                Condition.REFERENCE_OVER,
-                Condition.PREVIOUS_DONE,
-            }
-        ),
+        Task.RESPONSE_TRAIN: _TRAINING_LAST[Task.RESPONSE_TRAIN],
     },
     Schedule.FUSED: {
         **_COMMON,

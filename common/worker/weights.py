@@ -12,6 +12,7 @@ import torch
 
 from common.ids import Participant, Service, WeightsVersion
 from common.layouts.node import node_plan, training_sharing
+from common.step.gpus import rank_beside, shared_gpu
 from common.tensors.spec import Residency, TensorSpec
 from common.tensors.storage import Storage, StorageSpec
 from common.tensors.views import tensor_view
@@ -207,6 +208,14 @@ def flat_spec(
     return StorageSpec(
         tensors=(tensor,), readers=tuple(readers), writers=tuple(writers), residency=residency
     )
+
+
+def rollout_reads(context: RunContext, one: Participant) -> str:
+    """The storage that has the policy's weights for a rank of the rollout, at equal degrees."""
+    if context.push is not None:
+        return context.storage_name(ROLLOUT_WEIGHTS, one.rank)
+    gpu = shared_gpu(context.partners, one)
+    return context.storage_name(POLICY_WEIGHTS, rank_beside(context.partners, gpu))
 
 
 def shared_model(

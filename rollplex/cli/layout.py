@@ -85,7 +85,7 @@ def layout(
         print(pairs_table(read_shape(model), make, plain_order=not services))
         return
     plan = make(train_tp, rollout_tp)
-    made = {"model": model, "dtype": dtype, **document(plan, tensors=tensors)}
+    made = {"model": model, "dtype": dtype, **document(plan, tensors=tensors, scratch=not services)}
     if as_json:
         print_json(made)
     else:

@@ -48,10 +48,10 @@ def print_sharing(document: Mapping[str, Any]) -> None:
         )
     table.add_row("all", "", "", *(gib(document[key]) for _, key in _COLUMNS))
     console.print(table)
-    console.print(
-        f"  alias in the plain order of ranks: {gib(document['plain_order_alias_bytes'])} GiB; "
-        f"scratch of a GPU: {gib(document['scratch_bytes'])} GiB"
-    )
+    below = [f"alias in the plain order of ranks: {gib(document['plain_order_alias_bytes'])} GiB"]
+    if "scratch_bytes" in document:
+        below.append(f"scratch of a GPU: {gib(document['scratch_bytes'])} GiB")
+    console.print(f"  {'; '.join(below)}")
     if "tensors" in document:
         tensors = plain_table("tensor", "layers", "kinds", "alias", "gather", "rebuild")
         for one in document["tensors"]:

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.errors import FailedPrecondition
 from common.events.bodies import ModelRole
 from common.ids import Epoch, Service, WeightsVersion
-from common.step.gpus import rank_beside, shared_gpu
 from common.step.machine import Lane
 from common.step.tasks import Task
 from common.worker.live_decode import LiveDecode
@@ -17,10 +16,10 @@ from common.worker.scope import HOLD_TIMEOUT_S
 from common.worker.sm_token import SmToken
 from common.worker.threads import in_thread
 from common.worker.weights import (
-    POLICY_WEIGHTS,
     ModelShape,
     policy_shape,
     resharded_model,
+    rollout_reads,
     shared_model,
 )
 from common.worker.work import Prepared, ReadWeights
@@ -192,7 +191,6 @@ async def _policy(
     if context.degree != context.partners.count(Service.LEARNER):
         resharded = await ReshardedWeights.open(context, shape)
         return resharded, resharded_model(context, shape, resharded.tensors), None
-    gpu = shared_gpu(context.partners, context.participant)
-    name = context.storage_name(POLICY_WEIGHTS, rank_beside(context.partners, gpu))
+    name = rollout_reads(context, context.participant)
     storage = await context.broker.open_storage(context.run_id, name, timeout_s=OPEN_TIMEOUT_S)
     return storage, shared_model(context, shape, storage, None), None

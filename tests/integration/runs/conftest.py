@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import tempfile
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from common.config.deployment import Deadlines
 from common.vlm.initialise import initialise, load_spec
-from deploy.local.programs import SERVICES_PACKAGE
 from tests.integration.runs.lab import Lab
-from tests.integration.runs.node import REPOSITORY, Node, deployment
+from tests.integration.runs.node import REPOSITORY, Node, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 TIGHT_ROOM_BYTES = 1_700_000
 SIDES = (((2, 1), (1, 2)), ((1, 2), (2, 1)))
@@ -56,21 +53,21 @@ def divided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """The node of all tests that leave it as it was."""
-    with _running(request) as node:
+    with running(request) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def mortal_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, whose processes it may kill."""
-    with _running(request) as node:
+    with running(request) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def governed_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, whose background services take turns beside the decode."""
-    with _running(request, governor="on") as node:
+    with running(request, governor="on") as node:
         yield node
 
 
@@ -79,7 +76,7 @@ def parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, with two ranks of each service that computes, taking turns."""
     deadlines = Deadlines(start_s=300.0)
     ranks = {"train_tp": 2, "rollout_tp": 2}
-    with _running(request, **ranks, governor="on", deadlines=deadlines) as node:
+    with running(request, **ranks, governor="on", deadlines=deadlines) as node:
         yield node
 
 
@@ -107,14 +104,14 @@ def wide_node(request: pytest.FixtureRequest) -> Iterator[Node]:
 def replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, with two replicas of each service that computes, each of which
     takes turns."""
-    with _running(request, dp=2, governor="on", deadlines=Deadlines(start_s=300.0)) as node:
+    with running(request, dp=2, governor="on", deadlines=Deadlines(start_s=300.0)) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def free_replicated_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """As `replicated_node`, without turns."""
-    with _running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
+    with running(request, dp=2, deadlines=Deadlines(start_s=300.0)) as node:
         yield node
 
 
@@ -123,7 +120,7 @@ def replicated_parallel_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, with two replicas of two ranks of each service that computes."""
     deadlines = Deadlines(start_s=400.0)
     settings = {"train_tp": 2, "rollout_tp": 2, "dp": 2, "deadlines": deadlines}
-    with _running(request, **settings) as node:
+    with running(request, **settings) as node:
         yield node
 
 
@@ -133,14 +130,14 @@ def tight_node(request: pytest.FixtureRequest, model: Path) -> Iterator[Node]:
     more: the policy's K/V of six of them do not fit.
     """
     arena_bytes = storage_bytes(model) + TIGHT_ROOM_BYTES
-    with _running(request, arena_gib=arena_bytes / 2**30) as node:
+    with running(request, arena_gib=arena_bytes / 2**30) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def faulty_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     """A node of the module's own, two of whose processes can be told to read a wrong bit."""
-    with _running(request, package="tests.integration.runs.faulty") as node:
+    with running(request, package="tests.integration.runs.faulty") as node:
         yield node
 
 
@@ -195,25 +192,5 @@ async def _stop_all(node: Node) -> None:
 def _unequal(request: pytest.FixtureRequest) -> Iterator[Node]:
     (train_tp, dp), (rollout_tp, rollout_dp) = request.param
     sides = {"train_tp": train_tp, "dp": dp, "rollout_tp": rollout_tp, "rollout_dp": rollout_dp}
-    with _running(request, **sides, deadlines=Deadlines(start_s=400.0)) as node:
+    with running(request, **sides, deadlines=Deadlines(start_s=400.0)) as node:
         yield node
-
-
-@contextmanager
-def _running(
-    request: pytest.FixtureRequest, *, package: str = SERVICES_PACKAGE, **settings: Any
-) -> Iterator[Node]:
-    """Args: package: of the services' programs. settings: of the deployment."""
-    failed_before = request.session.testsfailed
-    # Not pytest's folder: its long names make a Unix socket's path too long.
-    with tempfile.TemporaryDirectory(prefix="rollplex-runs-") as name:
-        folder = Path(name)
-        made = deployment(folder / "node", name="runs", **settings)
-        node = Node(made, folder, package=package)
-        try:
-            node.start()
-            yield node
-        finally:
-            node.stop()
-            if request.session.testsfailed > failed_before:
-                sys.stdout.write(node.complaints())

@@ -6,8 +6,10 @@ import asyncio
 import os
 import random
 import socket
+import sys
+import tempfile
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,9 @@ from protos.rollplex.v1.broker_pb2 import GetLedgerRequest, LedgerEntry
 from rollplex.client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
+
+    import pytest
 
 BrokerStub = Any
 REPOSITORY = Path(__file__).parents[3]
@@ -168,3 +172,29 @@ def _runs(pid: int) -> bool:
 
 def send(pid: int, number: int) -> None:
     os.kill(pid, number)
+
+
+@contextmanager
+def running(
+    request: pytest.FixtureRequest,
+    *,
+    name: str = "runs",
+    package: str = SERVICES_PACKAGE,
+    **settings: Any,
+) -> Iterator[Node]:
+    """A node in a folder of its own; its logs are printed if a test fails meanwhile.
+
+    Args: name, settings: of the deployment. package: of the services' programs.
+    """
+    failed_before = request.session.testsfailed
+    # Not pytest's folder: its long names make a Unix socket's path too long.
+    with tempfile.TemporaryDirectory(prefix=f"rollplex-{name}-") as path:
+        folder = Path(path)
+        node = Node(deployment(folder / "node", name=name, **settings), folder, package=package)
+        try:
+            node.start()
+            yield node
+        finally:
+            node.stop()
+            if request.session.testsfailed > failed_before:
+                sys.stdout.write(node.complaints())

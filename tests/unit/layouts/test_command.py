@@ -51,7 +51,10 @@ def test_the_services_plan(capsys):
     ranks = [(one["rollout_replica"], one["rollout_rank"]) for one in made["ranks"]]
     assert sorted(ranks) == [(replica, rank) for replica in range(2) for rank in range(4)]
     assert all(one["gather_bytes"] > one["rebuild_bytes"] > 0 for one in made["ranks"])
-    assert "rollout native TP 4" in printed(capsys, "--services")
+    assert not any("scratch_bytes" in one for one in (made, *made["ranks"]))
+    text = printed(capsys, "--services")
+    assert "rollout native TP 4" in text
+    assert "scratch" not in text
     assert "| 8 | 4 |" in printed(capsys, "--services", "--pairs")
 
 

@@ -6,14 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from common.config.sglang import SglangConfig
-from common.step.gpus import rank_beside, shared_gpu
 from common.tensors.views import tensor_view
 from common.vlm.loading import head_dim, text_config
 from common.vlm.names import VISUAL
 from common.vlm.parallel.model import config_shape
 from common.vlm.parallel.shards import local_kv_heads, rank_layout, shards
 from common.worker.scope import HOLD_TIMEOUT_S
-from common.worker.weights import FLAT, POLICY_WEIGHTS, ROLLOUT_WEIGHTS
+from common.worker.weights import FLAT, rollout_reads
 from services.rollout.engines.sglang.driver import HostDriver
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.joined import JoinedDriver
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.config.recipe import Recipe
-    from common.ids import Participant
     from common.tensors.storage import Storage
     from common.weights.layout import WeightLayout
     from common.worker.context import RunContext
@@ -85,7 +83,7 @@ async def _host_driver(
     shared = []
     try:
         for one in context.ranks if config.weights == "alias" else ():
-            name = _storage_name(context, one)
+            name = rollout_reads(context, one)
             shared.append(await context.broker.share_storage(context.run_id, name))
     except BaseException:
         for memory in shared:
@@ -99,14 +97,6 @@ async def _host_driver(
         bucket_bytes=config.bucket_mib << 20,
     )
     return HostDriver(context.engine_python, config, settings, offered, folder=_folder(context))
-
-
-def _storage_name(context: RunContext, one: Participant) -> str:
-    """Of the weights that a rank of the rollout reads."""
-    if context.push is not None:
-        return context.storage_name(ROLLOUT_WEIGHTS, one.rank)
-    gpu = shared_gpu(context.partners, one)
-    return context.storage_name(POLICY_WEIGHTS, rank_beside(context.partners, gpu))
 
 
 def _layouts(shape: ModelShape, degree: int) -> tuple[WeightLayout, ...]:
