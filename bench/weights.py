@@ -2,10 +2,12 @@
 
 `python -m bench.weights --model qwen2.5-vl-3b --layers 4` starts processes on this machine. For
 each pair of tensor-parallel degrees it times an update by the plan of `rollplex layout`, and one
-that brings every rank its whole shard, and nothing else, in buckets of 2 GiB. Then two processes
-hand a model over on one device, degree 1 to degree 1: by plan on memory that both have mapped (CUDA
-IPC, or shared memory), and as a copy through a shared bucket. Prints one JSON object: milliseconds
-of the slowest rank, and bytes that all ranks together have moved.
+that brings every rank its whole shard, and nothing else, in buckets of 2 GiB. On CUDA that needs a
+GPU a rank, and is left out where there are fewer. Then, for degree 1 and the same pairs, training's
+process hands a model over to a process of each of the rollout's ranks on one device: by plan on
+memory that all have mapped (CUDA IPC, or shared memory), and as a copy through a shared bucket a
+rank, which moves all of it twice and counts it once. Prints one JSON object: milliseconds of the
+slowest rank, and bytes that all ranks together have moved.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--processes", default="2,4", help="numbers of ranks; on CUDA a GPU each; empty: none"
+        "--processes", default="2,4", help="numbers of ranks; empty: none beside degree 1"
     )
     parser.add_argument("--bucket-mib", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
@@ -59,6 +61,9 @@ def main() -> int:
         repeats=arguments.repeats,
     )
     sizes = [int(size) for size in arguments.processes.split(",") if size]
+    room = torch.cuda.device_count() if arguments.device == "cuda" else max(sizes, default=0)
+    pairs = {size: list(_degrees(shape, size)) for size in sizes}
+    on_one = dict.fromkeys([(1, 1), *(pair for size in sizes for pair in pairs[size])])
     found: dict[str, Any] = {
         "benchmark": "weights",
         "model": arguments.model,
@@ -71,11 +76,10 @@ def main() -> int:
         "ranks": [
             one
             for size in sizes
-            for one in measure_ranks(
-                [replace(case, degrees=pair) for pair in _degrees(shape, size)], size
-            )
+            if size <= room
+            for one in measure_ranks([replace(case, degrees=pair) for pair in pairs[size]], size)
         ],
-        "handover": measure_handover(case),
+        "handover": measure_handover([replace(case, degrees=pair) for pair in on_one]),
         **conditions(arguments.device, ("torch",)),
     }
     print(json.dumps(found, indent=2))

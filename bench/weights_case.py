@@ -32,3 +32,14 @@ class Case:
         train, rollout = zip(self.layouts, self.degrees, strict=True)
         layouts = layout_pair(self.shape, train, rollout)
         return plan_sharing(*layouts, element_bytes=self.dtype.itemsize, shared=shared)
+
+    def plan_on_one_device(self, *, shared: bool = True) -> SharingPlan:
+        """Of one replica of each, all on one device: it reads the memory of all of training."""
+        train, rollout = zip(self.layouts, self.degrees, strict=True)
+        return plan_sharing(
+            *layout_pair(self.shape, train, rollout),
+            element_bytes=self.dtype.itemsize,
+            shared=shared,
+            train_replicas=1,
+            rollout_replicas=1,
+        )

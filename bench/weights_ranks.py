@@ -56,7 +56,7 @@ def measure_ranks(cases: Sequence[Case], ranks: int) -> list[dict[str, Any]]:
             "train_tp": case.degrees[0],
             "rollout_tp": case.degrees[1],
             "ranks": ranks,
-            **{way: _together([one[way] for one in of_ranks]) for way in of_ranks[0]},
+            **{way: together([one[way] for one in of_ranks]) for way in of_ranks[0]},
         }
         for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True)
     ]
@@ -70,7 +70,8 @@ def _answer(end: Connection) -> list[dict[str, dict[str, Any]]]:
     return found
 
 
-def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
+def together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The times of the slowest rank, and bytes of all."""
     slowest = max(found, key=lambda one: float(one["median_ms"]))
     sums = ("alias_bytes", "gather_bytes", "rebuild_bytes", "extra_bytes")
     return {**slowest, **{key: sum(int(one[key]) for one in found) for key in sums}}

@@ -42,7 +42,13 @@ def test_both_ways_are_measured_on_equal_weights(tmp_path) -> None:
             assert full["collectives"] == 0
         if one["train_tp"] > one["rollout_tp"]:
             assert full["collectives"] >= plan["collectives"] > 0
-    handover = found["handover"]
-    plan, full = handover["by_plan"], handover["full_copy"]
-    assert 0 < plan["rebuild_bytes"] < plan["alias_bytes"]
-    assert plan["extra_bytes"] < full["extra_bytes"]
+    assert [(one["train_tp"], one["rollout_tp"]) for one in found["handover"]] == [
+        (1, 1),
+        *(pair[1:] for pair in degrees),
+    ]
+    for one in found["handover"]:
+        plan, full = one["by_plan"], one["full_copy"]
+        moved = plan["gather_bytes"] + plan["rebuild_bytes"]
+        assert moved + plan["alias_bytes"] == full["rebuild_bytes"]
+        assert plan["extra_bytes"] < full["extra_bytes"]
+    assert found["handover"][0]["by_plan"]["rebuild_bytes"] > 0
