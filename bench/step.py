@@ -6,7 +6,9 @@ on equal weights, prompts and response lengths. A schedule may be named more tha
 the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it. On GPUs
 `disaggregated` needs one more for the rollout, and is measured in a call of its own.
 
-Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
+Prints one JSON object with the figures of every schedule; see `bench.step_summary`. The files are
+written again after each schedule, so that a run that is cut off leaves what it has. On a GPU a
+plain copy of pinned memory is timed at the end, for the rates of spills and restores.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.conditions import conditions
+from bench.moves import move_figures, pinned_copies
+from bench.result_file import write_result
 from bench.step_flops import ModelSizes
 from bench.step_inputs import PER_RESPONSE, SEED, make_model, recipe, write_rows
 from bench.step_memory import MemoryTrace, memory_trace
 from bench.step_picture import PicturedStep, draw_steps
 from bench.step_plan import StepPlan
 from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
-from bench.step_workloads import MODELS, WORKLOADS, Workload, workload
+from bench.step_workloads import MODELS, WORKLOADS, Workload, most_group_tokens, workload
+from common.errors import RollplexError
 from common.governor.table import H200, load_table
 from common.step.schedule import OWN_WEIGHTS, Schedule
 from common.worker.governor import TABLES_FOLDER
@@ -57,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rollplex-step-", dir=options.work) as folder:
         report = asyncio.run(measure(options, Path(folder).absolute()))
-    text = json.dumps(report, indent=1)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    write_result(options.json, report)
+    print(json.dumps(report, indent=1))
     return 0 if all("error" not in found for found in report["schedules"].values()) else 1
 
 
@@ -90,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data-workers", type=int, default=4)
     add("--ranks", type=int, default=1, help="of each service: tensor parallel, a GPU each")
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
+    add("--spill-gib", type=float, help="host memory for spilled contents; by default half of all")
     add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
     add("--keep", type=Path, help="folder for the runs' files and the services' logs")
     add("--json", type=Path)
@@ -105,6 +109,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows = write_rows(work, model, folder / "rows", rows=2 * work.prompts)
     _say(f"{2 * work.prompts} prompts of {work.prompt_tokens} tokens written")
     runs: dict[str, Run] = {}
+    errors: dict[str, str] = {}
+    report: dict[str, Any] = {}
     try:
         async with (
             temporary_node(
@@ -129,15 +135,30 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
-                run = await client.create_run(
-                    asked, run_dir=folder / "runs" / label, deadline=_CREATE
-                )
-                runs[label] = await client.wait_run(run.run_id, patience=_PATIENCE)
-                _say(f"{label}: {runs[label].state} {runs[label].reason}")
+                try:
+                    run = await client.create_run(
+                        asked, run_dir=folder / "runs" / label, deadline=_CREATE
+                    )
+                    run = await client.wait_run(run.run_id, patience=_PATIENCE)
+                except RollplexError as error:
+                    errors[label] = f"{type(error).__name__}: {error}"
+                else:
+                    runs[label] = run
+                _say(f"{label}: {errors.get(label) or f'{run.state} {run.reason}'}")
+                report = _report(options, work, model, labels, runs, errors, memory)
+                write_result(options.json, report)
     finally:
         if options.keep is not None:
             _keep(folder, options.keep)
-    return _report(options, work, model, labels, runs, memory)
+    if options.device == "cuda":
+        _add_pinned(report, pinned_copies())
+    return report
+
+
+def _add_pinned(report: dict[str, Any], plain: dict[str, float]) -> None:
+    report["pinned_copy_gb_per_s"] = plain
+    for found in report["schedules"].values():
+        found |= move_figures(found, plain)
 
 
 def graphs_option(text: str) -> int | str:
@@ -158,6 +179,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "governor": options.governor,
         "governor_table": table,
+        "spill_gib": options.spill_gib,
         "rollout_gpus": gpus,
         "train_tp": options.ranks,
         "rollout_tp": options.ranks,
@@ -194,6 +216,7 @@ def _report(
     model: Path,
     labels: dict[str, str],
     runs: dict[str, Run],
+    errors: dict[str, str],
     memory: MemoryTrace,
 ) -> dict[str, Any]:
     sizes = ModelSizes.of(model)
@@ -201,7 +224,9 @@ def _report(
     tables = {label: _table(options, run) for label, run in runs.items()}
     figures: dict[str, dict[str, Any]] = {}
     pictured: list[PicturedStep] = []
-    failed: dict[str, dict[str, Any]] = {}
+    failed: dict[str, dict[str, Any]] = {
+        label: {"schedule": labels[label], "error": error} for label, error in errors.items()
+    }
     for label, run in runs.items():
         run_dir = Path(run.run_dir)
         steps = timed_steps(run_dir, warm_up=options.warmup)
@@ -222,8 +247,7 @@ def _report(
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))
-    timed = range(options.warmup, options.warmup + options.steps)
-    compare(figures, work=work, seed=SEED, step_numbers=timed, tables=tables)
+    compare(figures, work=work, seed=SEED, step_numbers=_timed(options), tables=tables)
     if options.png is not None and pictured:
         title = f"workload {options.workload}, {options.scale}, {options.device}"
         draw_steps(pictured, memory, options.png, title=title)
@@ -241,9 +265,18 @@ def _report(
         "activation_checkpointing": options.checkpointing,
         "resident": options.resident,
         "ranks": options.ranks,
-        "schedules": {label: figures.get(label) or failed[label] for label in runs},
+        "schedules": {
+            label: figures.get(label) or failed[label]
+            for label in labels
+            if label in runs or label in errors
+        },
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
+
+
+def _timed(options: argparse.Namespace) -> range:
+    """Numbers of the timed steps."""
+    return range(options.warmup, options.warmup + options.steps)
 
 
 def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
@@ -252,6 +285,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         model=model,
         device=options.device,
         gpu=options.gpu,
+        group_tokens=most_group_tokens(work, seed=SEED, steps=_timed(options)),
         graphs=graphs_option(options.graphs),
         # what "auto" is
         spill_optimizer=options.device == "cuda" and not options.resident,

@@ -51,11 +51,13 @@ class StepPlan:
     """Plans a workload's steps as the services run them, all ranks of one node.
 
     Attributes:
-        work: whose responses are all taken to be as long as the longest.
+        work: what a step consists of.
         model: its folder, for the shape.
         device: of the services; on `cpu` there are no contexts, and none are planned.
         gpu: a key of `GPU_BYTES`.
         budget_gib: of memory that is to be enough; None: all of the GPU.
+        group_tokens: of all responses of the group that has most; None: as many as all have if each
+            is as long as the longest.
         graphs: as in the recipe: a number, `auto`, or `all`, which are kept if they fit or not.
         spill_optimizer: whether the optimizer's state is on the host while no update needs it.
         ranks: tensor-parallel ranks of each service.
@@ -66,6 +68,7 @@ class StepPlan:
     device: str
     gpu: str
     budget_gib: float | None = None
+    group_tokens: int | None = None
     graphs: int | str = "auto"
     spill_optimizer: bool = True
     checkpointing: bool = False
@@ -113,6 +116,7 @@ class StepPlan:
                 prompt_tokens=work.prompt_tokens,
                 vision_tokens=vision_tokens(work),
                 response_tokens=work.lengths.max_tokens,
+                group_tokens=self.group_tokens,
             ),
             prefix_graphs=self.graphs if isinstance(self.graphs, int) else None,
             dtype=work.dtype,

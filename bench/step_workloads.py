@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.rl.lengths import LengthsConfig
+from common.rl.lengths import LengthsConfig, response_lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _FOLDER = Path(__file__).with_name("workloads")
 
@@ -56,6 +56,15 @@ def workload(name: str, *, scale: str, model: str = "3b") -> Workload:
         model: a key of `MODELS`; the tiny scale has a model of its own.
     """
     return replace(WORKLOADS[name], model=MODELS[model]) if scale == "full" else TINY[name]
+
+
+def most_group_tokens(work: Workload, *, seed: int, steps: Iterable[int]) -> int:
+    """Tokens of all responses of the group that has most in these steps."""
+    return max(
+        sum(response_lengths(work.lengths, seed=seed, step=step, group=group, samples=work.samples))
+        for step in steps
+        for group in range(work.prompts)
+    )
 
 
 def _full(

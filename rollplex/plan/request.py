@@ -39,6 +39,8 @@ class Batch:
         prompt_tokens: of every group, vision tokens and last token included.
         vision_tokens: of every group.
         response_tokens: of every response: all are taken to be as long as the longest.
+        group_tokens: of all responses of the group that has most; None: as many as all have if
+            each is as long as the longest.
     """
 
     prompts: int
@@ -46,6 +48,7 @@ class Batch:
     prompt_tokens: int
     vision_tokens: int
     response_tokens: int
+    group_tokens: int | None = None
 
     @property
     def prefix_tokens(self) -> int:
@@ -55,6 +58,11 @@ class Batch:
     @property
     def row_tokens(self) -> int:
         """T: tokens of all responses of one group, which training packs in one row."""
+        return self.lane_tokens if self.group_tokens is None else self.group_tokens
+
+    @property
+    def lane_tokens(self) -> int:
+        """What the rollout has room for: the longest response for each of a group."""
         return self.samples * self.response_tokens
 
 
