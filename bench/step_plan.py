@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.step_inputs import PER_RESPONSE
 from bench.step_summary import vision_tokens
+from common.config.recipe import TrainingConfig
 from common.step.schedule import Schedule
 from common.vlm.shape import read_shape
 from rollplex.plan.lifetimes import ONE_BY_ONE, scheduled
@@ -122,10 +123,26 @@ class StepPlan:
             dtype=work.dtype,
             train_vision=work.train_vision,
             checkpointing=self.checkpointing,
+            whole_graphs=not self.checkpointing,
             spill_optimizer=self.spill_optimizer,
             ahead=self.ahead,
         )
-        if self.budget_gib is None:
-            return request
-        budget_bytes = int(self.budget_gib * _GIB) + self._unused_bytes
-        return replace(request, headroom_bytes=GPU_BYTES[self.gpu] - budget_bytes)
+        if self.budget_gib is not None:
+            budget_bytes = int(self.budget_gib * _GIB) + self._unused_bytes
+            request = replace(request, headroom_bytes=GPU_BYTES[self.gpu] - budget_bytes)
+        return replace(request, spill_reference=self._spills_reference(request))
+
+    def _spills_reference(self, request: PlanRequest) -> bool:
+        """What `training.spill_reference = "auto"` comes to, with room for the copies."""
+        if self.device == "cpu" or not self.spill_optimizer:
+            return False
+        sizes = Sizes(request, fused=request.fused)
+        parts = sizes.masters_of(sizes.in_flight_elements) + sizes.moments_of(
+            sizes.in_flight_elements
+        )
+        storages = 2 * sizes.weights(self.ranks) + sizes.accumulator + parts
+        handed_out = GPU_BYTES[self.gpu] - RESERVE_BYTES
+        if self.budget_gib is not None:
+            handed_out = request.budget_bytes
+        reserve = TrainingConfig(prompts_per_step=1, steps=1).graph_reserve_gib * _GIB
+        return storages + reserve > handed_out

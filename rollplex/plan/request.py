@@ -76,6 +76,7 @@ class PlanRequest:
         groups_in_flight: groups that one rollout replica decodes at a time; None: all it has.
         prefix_graphs: most groups whose prefix keeps its graph; None: as many as fit.
         checkpointing: keep layer inputs only, and run layers again in the backward.
+        whole_graphs: never do so, even where not one whole graph fits.
         sequence_parallel: whether what has the model's width is split over the ranks too.
         shard_optimizer: whether masters and moments are split over the data-parallel replicas.
         spill_optimizer: whether masters and moments are on the host while they are not needed.
@@ -96,6 +97,7 @@ class PlanRequest:
     optimizer_dtype: str = "float32"
     train_vision: bool = False
     checkpointing: bool = False
+    whole_graphs: bool = False
     sequence_parallel: bool = True
     shard_optimizer: bool = True
     spill_optimizer: bool = True

@@ -138,3 +138,21 @@ def test_the_group_with_most_tokens_is_of_these_steps() -> None:
     assert max(each) < work.samples * work.lengths.max_tokens
     fixed = workload("B", scale="full")
     assert most_group_tokens(fixed, seed=11, steps=[0]) == 8 * 128
+
+
+def test_no_layer_runs_again_where_the_run_does_not(plan) -> None:
+    """A budget in which `rollplex plan` falls back to layer inputs."""
+    tight = replace(plan, budget_gib=60.0)
+    plain = tight.of("rollplex")
+    again = replace(tight, checkpointing=True).of("rollplex")
+    assert (plain.fits, again.fits) == (False, True)
+    assert plain.peak_bytes > again.peak_bytes
+
+
+def test_reference_weights_leave_a_budget_without_room_for_them(plan) -> None:
+    for budget_gib, leave in ((None, False), (80.0, False), (45.0, True)):
+        request = replace(plan, budget_gib=budget_gib)._request()
+        assert request.spill_reference is leave, budget_gib
+    resident = replace(plan, budget_gib=45.0, spill_optimizer=False)
+    assert not resident._request().spill_reference
+    assert not replace(plan, budget_gib=45.0, device="cpu")._request().spill_reference
