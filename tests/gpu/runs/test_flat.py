@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pynvml
 import pytest
 
 from common.gpu.driver import device_uuid
@@ -29,6 +28,8 @@ ALLOWED_HERE = ALLOWED | {
 
 def of_the_driver() -> Footprint:
     """In use on the first GPU by all processes."""
+    import pynvml
+
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(device_uuid(0))
     return {("GPU", DEVICE): int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)}
