@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from common.vlm.initialise import initialise, load_spec
 from common.vlm.loading import load_config, vision_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from bench.step_workloads import Workload
@@ -80,6 +82,7 @@ def recipe(
     work: Workload,
     schedule: str,
     *,
+    rollout: Mapping[str, Any] = MappingProxyType({}),
     model: Path,
     rows: Path,
     steps: int,
@@ -93,6 +96,7 @@ def recipe(
 
     Args:
         schedule: of `common.step.schedule`, or `PER_RESPONSE`.
+        rollout: further keys of `[rollout]`: another engine than the project's own.
         spill_optimizer: as in the recipe; False: the reference's weights stay as well.
     """
     tree = {
@@ -117,6 +121,7 @@ def recipe(
             "max_new_tokens": work.lengths.max_tokens,
             "max_slots": work.prompts * work.samples,
             "lengths": work.lengths.model_dump(),
+            **rollout,
         },
         "reward": {"functions": [{"function": REWARD}], "on_error": "stop"},
         "algorithm": {"kl_coefficient": KL_COEFFICIENT, "learning_rate": 1e-6},

@@ -148,7 +148,7 @@ def test_an_aborted_step_leaves_nothing_behind(aliased):
     engine.begin_step(policy.spec(max_new_tokens=400))
     engine.add_group(policy.request(0, prompt))
     engine.admit_next()
-    while not engine.run_iteration().rows:
+    while not engine.run_iteration().count:
         pass
     engine.abort()
     assert engine.finished
