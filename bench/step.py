@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5, help="timed steps of each schedule")
     add("--warmup", type=int, default=2, help="steps before them")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--scale", choices=("full", "tiny"), default="full")
+    add("--scale", choices=("full", "thin", "tiny"), default="full")
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=1, help="of each service: tensor parallel, a GPU each")
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
     add("--engine-python", type=Path, help="interpreter that has SGLang")
+    add("--sglang", type=json.loads, default={}, help="keys of [rollout.sglang], as JSON")
     add("--until-s", type=float, help="no run begins when so many seconds are over")
     add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
     add("--keep", type=Path, help="folder for the runs' files and the services' logs")
@@ -138,7 +139,7 @@ async def measure(
                 wanted = recipe(
                     work,
                     one.schedule,
-                    rollout=one.rollout(device=options.device),
+                    rollout=one.rollout(device=options.device, table=options.sglang),
                     model=model,
                     rows=rows,
                     steps=options.warmup + options.steps,

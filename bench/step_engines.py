@@ -46,16 +46,16 @@ class Asked:
         """Whether the node has to have an interpreter with SGLang."""
         return self.engine in _WEIGHTS
 
-    def rollout(self, *, device: str) -> dict[str, Any]:
-        """Of the recipe's `[rollout]`: which engine, and how."""
+    def rollout(self, *, device: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the recipe's `[rollout]`: which engine, and how.
+
+        Args: table: keys of `[rollout.sglang]`, in place of those that are set here.
+        """
         if not self.sglang:
             return {}
-        table = {
-            "weights": _WEIGHTS[self.engine],
-            "logprob_bound": _BOUND,
-            "arguments": _ON_GPU if device == "cuda" else {},
-        }
-        return {"engine": "sglang", "sglang": table}
+        ours = {"logprob_bound": _BOUND, "arguments": _ON_GPU if device == "cuda" else {}}
+        weights = {"weights": _WEIGHTS[self.engine]}
+        return {"engine": "sglang", "sglang": {**ours, **table, **weights}}
 
 
 def asked(texts: Sequence[str]) -> Mapping[str, Asked]:

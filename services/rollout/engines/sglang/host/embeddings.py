@@ -58,7 +58,7 @@ class SharedEmbeddings:
         """Args: vision_Vh: [V, h] on the host, at least one row."""
         self._shape = (vision_Vh.shape[0], vision_Vh.shape[1])
         self._dtype = vision_Vh.dtype
-        self._bytes = memoryview(vision_Vh.contiguous().view(torch.uint8).numpy())
+        self._bytes = vision_Vh.contiguous().view(torch.uint8).numpy().data
         self._descriptor = os.memfd_create("rollplex-embeddings")
         with open(self._descriptor, "wb", closefd=False) as memory:
             memory.write(self._bytes)
