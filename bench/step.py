@@ -3,8 +3,10 @@
 `python -m bench.step --workload A2 --schedules serial,rollplex,fused --steps 5 --warmup 2
 --device cuda --json out.json --png timeline.png` starts a node of its own and runs every schedule
 on equal weights, prompts and response lengths. A schedule may be named more than once: `serial` at
-the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it. On GPUs
-`disaggregated` needs one more for the rollout, and is measured in a call of its own.
+the end too shows how far the machine drifts; `serial-per-response` and `serial-resident` are
+`serial` with a prefix pass a response, and with nothing spilled. `--scale tiny --device cpu`
+rehearses it. On GPUs `disaggregated` needs one more for the rollout, and is measured in a call of
+its own.
 
 Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
 """
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.conditions import conditions
 from bench.step_flops import ModelSizes
-from bench.step_inputs import PER_RESPONSE, SEED, make_model, recipe, write_rows
+from bench.step_inputs import BASELINES, SEED, make_model, recipe, write_rows
 from bench.step_memory import MemoryTrace, memory_trace
 from bench.step_picture import PicturedStep, draw_steps
 from bench.step_plan import StepPlan
@@ -77,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
-    add("--resident", action="store_true", help="the optimizer's state stays on the device")
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
@@ -125,7 +126,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
                     prefix_graphs=graphs_option(options.graphs),
-                    spill_optimizer=False if options.resident else "auto",
+                    spill_optimizer="auto",
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
@@ -180,7 +181,7 @@ def _labels(schedules: Sequence[str]) -> dict[str, str]:
     seen: Counter[str] = Counter()
     labels: dict[str, str] = {}
     for schedule in schedules:
-        legal = [*Schedule, PER_RESPONSE]
+        legal = [*Schedule, *BASELINES]
         if schedule not in legal:
             raise SystemExit(f"--schedules: {schedule!r}; legal are {', '.join(legal)}")
         seen[schedule] += 1
@@ -239,7 +240,6 @@ def _report(
         "prefix_graphs": options.graphs,
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
-        "resident": options.resident,
         "ranks": options.ranks,
         "schedules": {label: figures.get(label) or failed[label] for label in runs},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
@@ -254,7 +254,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         gpu=options.gpu,
         graphs=graphs_option(options.graphs),
         # what "auto" is
-        spill_optimizer=options.device == "cuda" and not options.resident,
+        spill_optimizer=options.device == "cuda",
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
         ranks=options.ranks,
