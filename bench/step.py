@@ -3,10 +3,11 @@
 `python -m bench.step --workload A2 --schedules serial,rollplex,fused --steps 5 --warmup 2
 --device cuda --json out.json --png timeline.png` starts a node of its own and runs every schedule
 on equal weights, prompts and response lengths. A schedule may be named more than once: `serial` at
-the end too shows how far the machine drifts. `serial@sglang` has SGLang sample the responses, with
-the policy's weights read in place, and `serial@sglang-copy` with weights of its own; both need
-`--engine-python`. `--scale tiny --device cpu` rehearses it. On GPUs
-`disaggregated` needs one more for the rollout, and is measured in a call of its own.
+the end too shows how far the machine drifts; `serial-per-response` and `serial-resident` are
+`serial` with a prefix pass a response, and with nothing spilled. `serial@sglang` has SGLang sample
+the responses, with the policy's weights read in place, and `serial@sglang-copy` with weights of its
+own; both need `--engine-python`. `--scale tiny --device cpu` rehearses it. On GPUs `disaggregated`
+needs one more for the rollout, and is measured in a call of its own.
 
 Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
 """
@@ -88,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
-    add("--resident", action="store_true", help="the optimizer's state stays on the device")
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
@@ -145,7 +145,7 @@ async def measure(
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
                     prefix_graphs=graphs_option(options.graphs),
-                    spill_optimizer=False if options.resident else "auto",
+                    spill_optimizer="auto",
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
@@ -212,16 +212,13 @@ def _report(
     pictured: list[PicturedStep] = []
     failed: dict[str, dict[str, Any]] = {}
     for label, one in labels.items():
-        if label not in runs:
-            failed[label] = {"schedule": one.schedule, "engine": one.engine, "error": "not begun"}
-            continue
-        run = runs[label]
-        run_dir = Path(run.run_dir)
-        steps = timed_steps(run_dir, warm_up=options.warmup)
-        if run.state is not RunState.SUCCEEDED or not steps:
-            reason = f"{run.state}: {run.reason}"
+        run = runs.get(label)
+        steps = [] if run is None else timed_steps(Path(run.run_dir), warm_up=options.warmup)
+        if run is None or run.state is not RunState.SUCCEEDED or not steps:
+            reason = "not begun" if run is None else f"{run.state}: {run.reason}"
             failed[label] = {"schedule": one.schedule, "engine": one.engine, "error": reason}
             continue
+        run_dir = Path(run.run_dir)
         figures[label] = {
             "schedule": one.schedule,
             "engine": one.engine,
@@ -254,7 +251,6 @@ def _report(
         "prefix_graphs": options.graphs,
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
-        "resident": options.resident,
         "ranks": options.ranks,
         "schedules": {label: figures.get(label) or failed[label] for label in labels},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
@@ -269,7 +265,7 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         gpu=options.gpu,
         graphs=graphs_option(options.graphs),
         # what "auto" is
-        spill_optimizer=options.device == "cuda" and not options.resident,
+        spill_optimizer=options.device == "cuda",
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
         ranks=options.ranks,

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench.step_inputs import PER_RESPONSE
+from bench.step_inputs import BASELINES
 from common.errors import InvalidArgument
 from common.step.schedule import Schedule
 
@@ -34,7 +34,7 @@ class Asked:
     """One run of a measurement.
 
     Attributes:
-        schedule: of `common.step.schedule`, or `PER_RESPONSE`.
+        schedule: of `common.step.schedule`, or one of `BASELINES` of `bench.step_inputs`.
         engine: of `ENGINES`.
     """
 
@@ -68,7 +68,7 @@ def asked(texts: Sequence[str]) -> Mapping[str, Asked]:
     for text in texts:
         schedule, _, engine = text.partition("@")
         one = Asked(schedule=schedule, engine=engine or NATIVE)
-        for value, legal in ((schedule, [*Schedule, PER_RESPONSE]), (one.engine, ENGINES)):
+        for value, legal in ((schedule, [*Schedule, *BASELINES]), (one.engine, ENGINES)):
             if value not in legal:
                 raise InvalidArgument(f"--schedules: {value!r}; legal are {', '.join(legal)}")
         label = schedule if one.engine == NATIVE else f"{schedule}@{one.engine}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.step_inputs import PER_RESPONSE
+from bench.step_inputs import PER_RESPONSE, RESIDENT
 from bench.step_plan import Planned, StepPlan
 from bench.step_workloads import MODELS, workload
 from common.config.loading import load_config
@@ -117,3 +117,7 @@ def test_the_ratio_is_of_the_measured_peak() -> None:
 
 def test_a_prefix_pass_a_response_is_not_planned(plan) -> None:
     assert plan.of(PER_RESPONSE) is None
+
+
+def test_a_resident_serial_is_planned_with_nothing_spilled(plan) -> None:
+    assert plan.of(RESIDENT) == replace(plan, spill_optimizer=False).of("serial")
