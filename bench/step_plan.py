@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bench.step_inputs import PER_RESPONSE
+from bench.step_inputs import PER_RESPONSE, RESIDENT
 from bench.step_summary import vision_tokens
 from common.config.recipe import TrainingConfig
 from common.step.schedule import Schedule
@@ -80,6 +80,8 @@ class StepPlan:
         """None: the plan does not know this schedule."""
         if schedule == PER_RESPONSE:
             return None
+        if schedule == RESIDENT:
+            return replace(self, spill_optimizer=False).of(Schedule.SERIAL)
         request = self._request()
         if self.graphs == "all":
             groups = 1 if schedule in ONE_BY_ONE else request.groups

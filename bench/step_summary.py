@@ -116,14 +116,17 @@ def compare(
 ) -> None:
     """Add what needs the serial run: gains, decode slow-down, the bound and the share of it.
 
+    Each engine's runs are compared with its own serial run.
+
     Args:
-        figures: by label; nothing is added where no serial run is among them.
+        figures: by label; nothing is added to an engine's where no serial run is among them.
         step_numbers: the timed steps, whose lengths say which sequences decode when.
         tables: by label, the co-run rates that its bound is from.
     """
-    serial = figures.get(SERIAL)
-    if serial is None:
-        return
+    serials: dict[str, dict[str, Any]] = {}
+    for found in figures.values():
+        if found["schedule"] == SERIAL:
+            serials.setdefault(found["engine"], found)
     windows = [
         window_parts(
             [
@@ -136,6 +139,9 @@ def compare(
         for step in step_numbers
     ]
     for label, found in figures.items():
+        serial = serials.get(found["engine"])
+        if serial is None:
+            continue
         gain = serial["step_s"] / found["step_s"]
         found |= {
             "gain_over_serial": gain,

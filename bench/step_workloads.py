@@ -18,6 +18,7 @@ MODELS: Mapping[str, Path] = {
     "7b": _FOLDER / "model_7b.toml",
 }
 """Specifications by the shape of Qwen2.5-VL that they have."""
+_THIN = _FOLDER / "model_thin.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,13 @@ def workload(name: str, *, scale: str, model: str = "3b") -> Workload:
 
     Args:
         name: a key of `WORKLOADS`.
-        scale: `full`, or `tiny` for a rehearsal on a CPU.
-        model: a key of `MODELS`; the tiny scale has a model of its own.
+        scale: `full`; `thin`, the 3B model's shape with few layers, for the first try of a machine;
+            or `tiny` for a rehearsal on a CPU.
+        model: a key of `MODELS`; the other scales have models of their own.
     """
-    return replace(WORKLOADS[name], model=MODELS[model]) if scale == "full" else TINY[name]
+    if scale == "tiny":
+        return TINY[name]
+    return replace(WORKLOADS[name], model=MODELS[model] if scale == "full" else _THIN)
 
 
 def most_group_tokens(work: Workload, *, seed: int, steps: Iterable[int]) -> int:

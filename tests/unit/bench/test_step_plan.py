@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.step_inputs import PER_RESPONSE
+from bench.step_inputs import PER_RESPONSE, RESIDENT
 from bench.step_plan import Planned, StepPlan
 from bench.step_workloads import MODELS, most_group_tokens, workload
 from common.config.loading import load_config
@@ -156,3 +156,7 @@ def test_reference_weights_leave_a_budget_without_room_for_them(plan) -> None:
     resident = replace(plan, budget_gib=45.0, spill_optimizer=False)
     assert not resident._request().spill_reference
     assert not replace(plan, budget_gib=45.0, device="cpu")._request().spill_reference
+
+
+def test_a_resident_serial_is_planned_with_nothing_spilled(plan) -> None:
+    assert plan.of(RESIDENT) == replace(plan, spill_optimizer=False).of("serial")
