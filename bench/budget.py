@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", choices=("full", "tiny"), default="full")
     add("--data-workers", type=int, default=4)
     add("--arena-gib", type=float, default=8.0, help="host memory of the broker of a GPU")
+    add("--spill-gib", type=float, help="host memory for spilled contents; by default half of all")
     add("--work", type=Path, help="folder for prompts and runs; by default a temp folder")
     add("--json", type=Path)
     add("--png", type=Path)
@@ -86,6 +87,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 device=options.device,
                 budget_gib=budget_gib,
                 arena_gib=options.arena_gib,
+                spill_gib=options.spill_gib,
             ) as node:
                 for schedule, asked in recipes.items():
                     run_dir = folder / "runs" / f"{schedule}-{budget_gib:g}"

@@ -128,7 +128,12 @@ def _dropped_graphs(asked: Recipe, found: Attempt) -> str:
 
 @asynccontextmanager
 async def budgeted_node(
-    folder: Path, *, device: str, budget_gib: float, arena_gib: float
+    folder: Path,
+    *,
+    device: str,
+    budget_gib: float,
+    arena_gib: float,
+    spill_gib: float | None,
 ) -> AsyncIterator[BudgetedNode]:
     """Start every service with so much memory of the device that they compute on.
 
@@ -136,9 +141,12 @@ async def budgeted_node(
         folder: for state and logs.
         device: `cuda`: `hbm_budget_gib` is the budget; `cpu`: `arena_gib` is.
         arena_gib: memory of the host that the broker of a GPU may hand out.
+        spill_gib: memory of the host for spilled contents; None: half of all.
     """
     on_gpu = device == "cuda"
-    settings: dict[str, Any] = {"hbm_budget_gib": budget_gib} if on_gpu else {}
+    settings: dict[str, Any] = {"spill_gib": spill_gib}
+    if on_gpu:
+        settings["hbm_budget_gib"] = budget_gib
     async with (
         temporary_node(
             folder,

@@ -1,10 +1,13 @@
 """What fits: the longest video prompt and the most prompts a step, by memory budget.
 
 `python -m bench.fit --budgets 40,80,130 --models 3b,7b --device cuda --json fit.json` runs the real
-services under each budget (`hbm_budget_gib`), two steps a try, with memory governed by phases as
+services under each budget (`hbm_budget_gib`), some steps a try, with memory governed by phases as
 Rollplex does and with everything resident: no spilled optimizer, every graph kept. A try that is
 refused, runs out of memory or takes more than the budget does not fit; its reason is kept. The file
 is written again after each try, so that a run that is cut off leaves what it has.
+
+A search begins at what `rollplex plan` says. `--resolution 0.05` ends it when the smallest size
+that does not fit is within 5 % of the largest that does; a good plan then costs two tries.
 
 `--estimate` also tells what `rollplex plan` says for the same points. `--scale tiny --device cpu`
 rehearses it: then a budget is the memory of the host that the broker may hand out, and what a
@@ -19,6 +22,7 @@ import json
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +40,6 @@ from rollplex.plan.request import GPU_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STEPS = 2
-"""Of a try: in the second one, work for the next step has been done ahead."""
 _CLIPS = 2
 """Different videos: what is in them takes no memory."""
 
@@ -77,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--questions", type=lambda t: _some(list(Question), t), default=",".join(Question))
     add("--governing", type=lambda t: _some(list(Governing), t), default=",".join(Governing))
     add("--workload", choices=sorted(WORKLOADS), default="A2", help="one of its sizes is searched")
+    add("--prompts", type=int, help="a step, where the prompt is searched; else the workload's")
+    add("--steps", type=int, default=2, help="of a try: the first one does work for the second")
+    add("--resolution", type=float, default=0.0, help="of the size: how exactly it is found")
     add("--schedule", choices=list(Schedule), default=Schedule.ROLLPLEX)
     add("--estimate", action="store_true", help="tell what rollplex plan says too")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -85,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
     add("--data-workers", type=int, default=4)
     add("--arena-gib", type=float, default=32.0, help="host memory of the broker of a GPU")
+    add("--spill-gib", type=float, help="host memory for spilled contents; by default half of all")
     add("--work", type=Path, help="folder for prompts and runs; by default a temp folder")
     add("--json", type=Path)
     return parser
@@ -102,7 +108,8 @@ class Fit:
             "conditions": conditions(options.device),
             "workload": options.workload,
             "schedule": options.schedule,
-            "steps": STEPS,
+            "steps": options.steps,
+            "resolution": options.resolution,
             "points": {},
         }
 
@@ -128,6 +135,7 @@ class Fit:
                     device=options.device,
                     budget_gib=budget_gib,
                     arena_gib=options.arena_gib,
+                    spill_gib=options.spill_gib,
                 ) as node:
                     for point in points:
                         await self._search(node, point, models[point.model])
@@ -143,7 +151,8 @@ class Fit:
 
     def _workload(self, model: str) -> Workload:
         options = self._options
-        return workload(options.workload, scale=options.scale, model=model)
+        work = workload(options.workload, scale=options.scale, model=model)
+        return replace(work, prompts=options.prompts or work.prompts)
 
     async def _search(self, node: BudgetedNode, point: Point, model: Path) -> None:
         options, work = self._options, self._workload(point.model)
@@ -154,10 +163,14 @@ class Fit:
             schedule=options.schedule,
             device=options.device,
             gpu=options.gpu,
+            steps=options.steps,
         )
         limit = most(work, point.question)
         search = Search(
-            least=1, most=min(limit, options.most or limit), guess=1 if planned is None else planned
+            least=1,
+            most=min(limit, options.most or limit),
+            guess=1 if planned is None else planned,
+            resolution=options.resolution,
         )
         found: dict[str, Any] = {"tries": []}
         self.report["points"][point.name] = found
@@ -173,6 +186,7 @@ class Fit:
             search.tell(size, fits=tried.outcome is Outcome.FITS)
             self._write()
         found["largest"] = _sizes(work, point, search.largest)
+        found["too_large"] = _sizes(work, point, search.too_large)
         found["at_the_limit"] = search.largest == search.most
         if options.estimate:
             found["planned_largest"] = _sizes(work, point, planned)
@@ -190,7 +204,7 @@ class Fit:
             self._options.schedule,
             model=model,
             rows=rows,
-            steps=STEPS,
+            steps=self._options.steps,
             checkpointing=False,
             prefix_graphs=point.governing.prefix_graphs,
             spill_optimizer=point.governing.spill_optimizer,

@@ -7,8 +7,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bench.fit_search import Search
+from bench.step_inputs import SEED
 from bench.step_plan import StepPlan
 from bench.step_summary import vision_tokens
+from bench.step_workloads import most_group_tokens
 from common.vlm.initialise import load_spec
 
 if TYPE_CHECKING:
@@ -92,18 +94,21 @@ def most(work: Workload, question: Question) -> int:
 
 
 def planned_largest(
-    work: Workload, point: Point, *, model: Path, schedule: str, device: str, gpu: str
+    work: Workload, point: Point, *, model: Path, schedule: str, device: str, gpu: str, steps: int
 ) -> int | None:
     """The largest size that `rollplex plan` says fits; None: not even the smallest.
 
     Args:
         model: its folder.
         schedule: of `common.step.schedule`.
+        steps: of a try, whose longest responses count.
     """
     search = Search(least=1, most=most(work, point.question), guess=1)
     while (size := search.next) is not None:
+        asked = sized(work, point.question, size)
         planned = StepPlan(
-            work=sized(work, point.question, size),
+            work=asked,
+            group_tokens=most_group_tokens(asked, seed=SEED, steps=range(steps)),
             model=model,
             device=device,
             gpu=gpu,

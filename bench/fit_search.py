@@ -7,19 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_STRIDE = 1 / 8
+"""Of the guess: the first step away from it."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Search:
     """From a guess outwards in doubling steps until both sides are known, then by halves.
 
+    It ends when the largest that fits and the smallest that does not are next to each other, or
+    no further apart than `resolution` allows.
+
     Attributes:
         least, most: the sizes between which it is, both included.
         guess: where to begin; put between the two.
+        resolution: of the largest size, how far above it the next one that was tried may be.
     """
 
     least: int
     most: int
     guess: int
+    resolution: float = 0.0
     _fits: int = field(init=False)
     _too_large: int = field(init=False)
     _tries: int = field(init=False, default=0)
@@ -35,13 +43,19 @@ class Search:
         return None if self._fits < self.least else self._fits
 
     @property
+    def too_large(self) -> int | None:
+        """The smallest size that is known not to fit; None: none is."""
+        return None if self._too_large > self.most else self._too_large
+
+    @property
     def next(self) -> int | None:
         """The size to try next; None: the largest is found."""
-        if self._fits + 1 >= self._too_large:
+        if self._too_large - self._fits <= max(1, int(self.resolution * self._fits)):
             return None
         if not self._tries:
             return min(max(self.guess, self.least), self.most)
-        stride = max(1, self.guess // 8) << (self._tries - 1)
+        share = self.resolution / (1 + self.resolution) or _STRIDE
+        stride = max(1, int(share * self.guess)) << (self._tries - 1)
         if self._too_large > self.most:
             return min(self._fits + stride, self.most)
         if self._fits < self.least:

@@ -3,10 +3,15 @@
 `python -m bench.step --workload A2 --schedules serial,rollplex,fused --steps 5 --warmup 2
 --device cuda --json out.json --png timeline.png` starts a node of its own and runs every schedule
 on equal weights, prompts and response lengths. A schedule may be named more than once: `serial` at
-the end too shows how far the machine drifts. `--scale tiny --device cpu` rehearses it. On GPUs
-`disaggregated` needs one more for the rollout, and is measured in a call of its own.
+the end too shows how far the machine drifts; `serial-per-response` and `serial-resident` are
+`serial` with a prefix pass a response, and with nothing spilled. `serial@sglang` has SGLang sample
+the responses, with the policy's weights read in place, and `serial@sglang-copy` with weights of its
+own; both need `--engine-python`. `--scale tiny --device cpu` rehearses it. On GPUs `disaggregated`
+needs one more for the rollout, and is measured in a call of its own.
 
-Prints one JSON object with the figures of every schedule; see `bench.step_summary`.
+Prints one JSON object with the figures of every schedule; see `bench.step_summary`. The files are
+written again after each schedule, so that a run that is cut off leaves what it has. On a GPU a
+plain copy of pinned memory is timed at the end, for the rates of spills and restores.
 """
 
 from __future__ import annotations
@@ -17,21 +22,25 @@ import json
 import shutil
 import sys
 import tempfile
-from collections import Counter
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.conditions import conditions
+from bench.moves import move_figures, pinned_copies
+from bench.result_file import write_result
+from bench.step_engines import Asked, asked
 from bench.step_flops import ModelSizes
-from bench.step_inputs import PER_RESPONSE, SEED, make_model, recipe, write_rows
+from bench.step_inputs import SEED, make_model, recipe, write_rows
 from bench.step_memory import MemoryTrace, memory_trace
 from bench.step_picture import PicturedStep, draw_steps
 from bench.step_plan import StepPlan
 from bench.step_summary import compare, run_figures, spans_of, timed_steps, typical_step
-from bench.step_workloads import MODELS, WORKLOADS, Workload, workload
+from bench.step_workloads import MODELS, WORKLOADS, Workload, most_group_tokens, workload
+from common.errors import InvalidArgument, RollplexError
 from common.governor.table import H200, load_table
-from common.step.schedule import OWN_WEIGHTS, Schedule
+from common.step.schedule import OWN_WEIGHTS
 from common.worker.governor import TABLES_FOLDER
 from rollplex.client import Client
 from rollplex.models import Run, RunState
@@ -39,7 +48,7 @@ from rollplex.plan.request import GPU_BYTES
 from rollplex.verify.node import temporary_node
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from common.governor.table import CoRunTable
     from rollplex.models import StepRecord
@@ -52,15 +61,20 @@ _PATIENCE = timedelta(seconds=120)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns: 0 if every run ended well."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        labels = asked(options.schedules.split(","))
+    except InvalidArgument as error:
+        parser.error(str(error))
+    if options.engine_python is None and any(one.sglang for one in labels.values()):
+        parser.error("--schedules: SGLang needs --engine-python")
     if options.work is not None:
         options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rollplex-step-", dir=options.work) as folder:
-        report = asyncio.run(measure(options, Path(folder).absolute()))
-    text = json.dumps(report, indent=1)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+        report = asyncio.run(measure(options, labels, Path(folder).absolute()))
+    write_result(options.json, report)
+    print(json.dumps(report, indent=1))
     return 0 if all("error" not in found for found in report["schedules"].values()) else 1
 
 
@@ -73,11 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5, help="timed steps of each schedule")
     add("--warmup", type=int, default=2, help="steps before them")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--scale", choices=("full", "tiny"), default="full")
+    add("--scale", choices=("full", "thin", "tiny"), default="full")
     add("--checkpointing", action="store_true", help="recompute the prefix in its backward")
     add("--governor", choices=("auto", "off"), default="auto", help="off: no shares of SMs")
     add("--no-ahead", action="store_true", help="nothing is done for the next step's prompts")
-    add("--resident", action="store_true", help="the optimizer's state stays on the device")
     add("--graphs", default="auto", help="prefix graphs that are kept at a time: n, auto or all")
     add("--table", type=Path, help="co-run rates (TOML or JSON); by default an H200's")
     add("--gpu", choices=sorted(GPU_BYTES), default="h200", help="that the memory is planned for")
@@ -90,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--data-workers", type=int, default=4)
     add("--ranks", type=int, default=1, help="of each service: tensor parallel, a GPU each")
     add("--arena-gib", type=float, default=8.0, help="host memory that the broker may hand out")
+    add("--spill-gib", type=float, help="host memory for spilled contents; by default half of all")
+    add("--engine-python", type=Path, help="interpreter that has SGLang")
+    add("--sglang", type=json.loads, default={}, help="keys of [rollout.sglang], as JSON")
+    add("--until-s", type=float, help="no run begins when so many seconds are over")
     add("--work", type=Path, help="where prompts and runs lie meanwhile; by default a temp folder")
     add("--keep", type=Path, help="folder for the runs' files and the services' logs")
     add("--json", type=Path)
@@ -97,47 +114,70 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(
+    options: argparse.Namespace, labels: Mapping[str, Asked], folder: Path
+) -> dict[str, Any]:
     """Run every schedule on a node of its own in `folder`. Returns: the report."""
+    began_s = time.monotonic()
     work = workload(options.workload, scale=options.scale, model=options.model)
-    labels = _labels(options.schedules.split(","))
     model = make_model(work, folder / "model")
     rows = write_rows(work, model, folder / "rows", rows=2 * work.prompts)
     _say(f"{2 * work.prompts} prompts of {work.prompt_tokens} tokens written")
     runs: dict[str, Run] = {}
+    errors: dict[str, str] = {}
     try:
         async with (
             temporary_node(
                 folder / "node",
                 device=options.device,
                 arena_gib=options.arena_gib,
-                settings=_settings(options),
+                settings=_settings(options, labels),
             ) as address,
             await Client.connect(address) as client,
             memory_trace(client, device=options.device) as memory,
         ):
-            for label, schedule in labels.items():
-                asked = recipe(
+            for label, one in labels.items():
+                if options.until_s is not None and time.monotonic() - began_s > options.until_s:
+                    _say(f"{label}: not begun")
+                    continue
+                wanted = recipe(
                     work,
-                    schedule,
+                    one.schedule,
+                    rollout=one.rollout(device=options.device, table=options.sglang),
                     model=model,
                     rows=rows,
                     steps=options.warmup + options.steps,
                     checkpointing=options.checkpointing,
                     prefix_graphs=graphs_option(options.graphs),
-                    spill_optimizer=False if options.resident else "auto",
+                    spill_optimizer="auto",
                     ahead=not options.no_ahead,
                     data_workers=options.data_workers,
                 )
-                run = await client.create_run(
-                    asked, run_dir=folder / "runs" / label, deadline=_CREATE
-                )
-                runs[label] = await client.wait_run(run.run_id, patience=_PATIENCE)
-                _say(f"{label}: {runs[label].state} {runs[label].reason}")
+                try:
+                    run = await client.create_run(
+                        wanted, run_dir=folder / "runs" / label, deadline=_CREATE
+                    )
+                    run = await client.wait_run(run.run_id, patience=_PATIENCE)
+                except RollplexError as error:
+                    errors[label] = f"{type(error).__name__}: {error}"
+                else:
+                    runs[label] = run
+                _say(f"{label}: {errors.get(label) or f'{run.state} {run.reason}'}")
+                so_far = _report(options, work, model, labels, runs, errors, memory)
+                write_result(options.json, so_far)
     finally:
         if options.keep is not None:
             _keep(folder, options.keep)
-    return _report(options, work, model, labels, runs, memory)
+    report = _report(options, work, model, labels, runs, errors, memory)
+    if options.device == "cuda":
+        _add_pinned(report, pinned_copies())
+    return report
+
+
+def _add_pinned(report: dict[str, Any], plain: dict[str, float]) -> None:
+    report["pinned_copy_gb_per_s"] = plain
+    for found in report["schedules"].values():
+        found |= move_figures(found, plain)
 
 
 def graphs_option(text: str) -> int | str:
@@ -145,10 +185,11 @@ def graphs_option(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, labels: Mapping[str, Asked]) -> dict[str, Any]:
     """Of the node."""
     table = None if options.table is None else str(options.table.absolute())
-    apart = _apart(options)
+    python = None if options.engine_python is None else str(options.engine_python.absolute())
+    apart = _apart(labels)
     if options.device == "cuda" and len(apart) > 1:
         raise SystemExit(
             f"--schedules {options.schedules}: on GPUs, measure {', '.join(OWN_WEIGHTS)} in a call "
@@ -158,42 +199,32 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "governor": options.governor,
         "governor_table": table,
+        "spill_gib": options.spill_gib,
         "rollout_gpus": gpus,
+        "engine_python": python,
         "train_tp": options.ranks,
         "rollout_tp": options.ranks,
     }
 
 
-def _apart(options: argparse.Namespace) -> set[bool]:
+def _apart(labels: Mapping[str, Asked]) -> set[bool]:
     """Whether the schedules' rollouts have GPUs of their own."""
-    return {schedule in OWN_WEIGHTS for schedule in options.schedules.split(",")}
+    return {one.schedule in OWN_WEIGHTS for one in labels.values()}
 
 
-def _gpus(options: argparse.Namespace) -> int:
+def _gpus(options: argparse.Namespace, labels: Mapping[str, Asked]) -> int:
     """That a step has."""
-    own = options.device == "cuda" and _apart(options) == {True}
+    own = options.device == "cuda" and _apart(labels) == {True}
     return 2 * options.ranks if own else options.ranks
-
-
-def _labels(schedules: Sequence[str]) -> dict[str, str]:
-    """Schedules by label: their own names, numbered from the second time on."""
-    seen: Counter[str] = Counter()
-    labels: dict[str, str] = {}
-    for schedule in schedules:
-        legal = [*Schedule, PER_RESPONSE]
-        if schedule not in legal:
-            raise SystemExit(f"--schedules: {schedule!r}; legal are {', '.join(legal)}")
-        seen[schedule] += 1
-        labels[schedule if seen[schedule] == 1 else f"{schedule}-{seen[schedule]}"] = schedule
-    return labels
 
 
 def _report(
     options: argparse.Namespace,
     work: Workload,
     model: Path,
-    labels: dict[str, str],
+    labels: Mapping[str, Asked],
     runs: dict[str, Run],
+    errors: dict[str, str],
     memory: MemoryTrace,
 ) -> dict[str, Any]:
     sizes = ModelSizes.of(model)
@@ -202,14 +233,18 @@ def _report(
     figures: dict[str, dict[str, Any]] = {}
     pictured: list[PicturedStep] = []
     failed: dict[str, dict[str, Any]] = {}
-    for label, run in runs.items():
-        run_dir = Path(run.run_dir)
-        steps = timed_steps(run_dir, warm_up=options.warmup)
-        if run.state is not RunState.SUCCEEDED or not steps:
-            failed[label] = {"schedule": labels[label], "error": f"{run.state}: {run.reason}"}
+    for label, one in labels.items():
+        run = runs.get(label)
+        steps = [] if run is None else timed_steps(Path(run.run_dir), warm_up=options.warmup)
+        if run is None or run.state is not RunState.SUCCEEDED or not steps:
+            none = errors.get(label, "not begun")
+            reason = none if run is None else f"{run.state}: {run.reason}"
+            failed[label] = {"schedule": one.schedule, "engine": one.engine, "error": reason}
             continue
+        run_dir = Path(run.run_dir)
         figures[label] = {
-            "schedule": labels[label],
+            "schedule": one.schedule,
+            "engine": one.engine,
             "restarts": run.restarts,
             **run_figures(
                 run_dir,
@@ -217,13 +252,12 @@ def _report(
                 work=work,
                 sizes=sizes,
                 memory=memory,
-                planned=plan.of(labels[label]),
-                peak_tflops=options.peak_tflops * _gpus(options),
+                planned=None if one.sglang else plan.of(one.schedule),
+                peak_tflops=options.peak_tflops * _gpus(options, labels),
             ),
         }
         pictured.append(_pictured(label, run_dir, typical_step(steps)))
-    timed = range(options.warmup, options.warmup + options.steps)
-    compare(figures, work=work, seed=SEED, step_numbers=timed, tables=tables)
+    compare(figures, work=work, seed=SEED, step_numbers=_timed(options), tables=tables)
     if options.png is not None and pictured:
         title = f"workload {options.workload}, {options.scale}, {options.device}"
         draw_steps(pictured, memory, options.png, title=title)
@@ -239,11 +273,15 @@ def _report(
         "prefix_graphs": options.graphs,
         "ahead": not options.no_ahead,
         "activation_checkpointing": options.checkpointing,
-        "resident": options.resident,
         "ranks": options.ranks,
-        "schedules": {label: figures.get(label) or failed[label] for label in runs},
+        "schedules": {label: figures.get(label) or failed[label] for label in labels},
         "rates": {label: table.model_dump(mode="json") for label, table in tables.items()},
     }
+
+
+def _timed(options: argparse.Namespace) -> range:
+    """Numbers of the timed steps."""
+    return range(options.warmup, options.warmup + options.steps)
 
 
 def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
@@ -252,9 +290,10 @@ def _plan(options: argparse.Namespace, work: Workload, model: Path) -> StepPlan:
         model=model,
         device=options.device,
         gpu=options.gpu,
+        group_tokens=most_group_tokens(work, seed=SEED, steps=_timed(options)),
         graphs=graphs_option(options.graphs),
         # what "auto" is
-        spill_optimizer=options.device == "cuda" and not options.resident,
+        spill_optimizer=options.device == "cuda",
         checkpointing=options.checkpointing,
         ahead=not options.no_ahead,
         ranks=options.ranks,

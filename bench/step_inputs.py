@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from common.vlm.initialise import initialise, load_spec
 from common.vlm.loading import load_config, vision_config
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from bench.step_workloads import Workload
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 SEED = 11
 PER_RESPONSE = "serial-per-response"
 """`serial`, but training and scoring run the prefix once for each response."""
+RESIDENT = "serial-resident"
+"""`serial`, but optimizer state and reference weights never leave the device."""
+BASELINES = (PER_RESPONSE, RESIDENT)
+"""What `serial` is measured as besides."""
 REWARD = "rollplex.verify.task:checksum_reward"
 """In [0, 1), by every byte of the response."""
 KL_COEFFICIENT = 0.04
@@ -80,6 +86,7 @@ def recipe(
     work: Workload,
     schedule: str,
     *,
+    rollout: Mapping[str, Any] = MappingProxyType({}),
     model: Path,
     rows: Path,
     steps: int,
@@ -92,9 +99,12 @@ def recipe(
     """A run of the workload under one schedule; all but the schedule are equal.
 
     Args:
-        schedule: of `common.step.schedule`, or `PER_RESPONSE`.
-        spill_optimizer: as in the recipe; False: the reference's weights stay as well.
+        schedule: of `common.step.schedule`, or one of `BASELINES`.
+        rollout: further keys of `[rollout]`: another engine than the project's own.
+        spill_optimizer: as in the recipe; False: the reference's weights stay as well. `RESIDENT`
+            is always so.
     """
+    spill = spill_optimizer if schedule != RESIDENT else False
     tree = {
         "name": f"bench-{schedule}",
         "seed": SEED,
@@ -117,18 +127,19 @@ def recipe(
             "max_new_tokens": work.lengths.max_tokens,
             "max_slots": work.prompts * work.samples,
             "lengths": work.lengths.model_dump(),
+            **rollout,
         },
         "reward": {"functions": [{"function": REWARD}], "on_error": "stop"},
         "algorithm": {"kl_coefficient": KL_COEFFICIENT, "learning_rate": 1e-6},
         "training": {
-            "schedule": Schedule.SERIAL if schedule == PER_RESPONSE else schedule,
+            "schedule": Schedule.SERIAL if schedule in BASELINES else schedule,
             "share_prefix": schedule != PER_RESPONSE,
             "steps": steps,
             "prompts_per_step": work.prompts,
             "activation_checkpointing": checkpointing,
             "prefix_graphs": prefix_graphs,
-            "spill_optimizer": spill_optimizer,
-            "spill_reference": spill_optimizer and "auto",
+            "spill_optimizer": spill,
+            "spill_reference": spill and "auto",
             "ahead": ahead,
             "final_checkpoint": False,
             "host_shadow": False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from bench.moves import move_figures
 from bench.step_bound import SERIAL, bound_s, window_parts
 from bench.step_flops import ModelSizes, step_flops
 from common.rl.lengths import response_lengths
@@ -60,7 +61,8 @@ def run_figures(
     prefixes kept their graph, how many ran forward again, and what the graphs took; `mfu` is the
     arithmetic of `bench.step_flops` over step time and ceiling; `planned_peak_gib` is the peak that
     `rollplex plan` tells for the same step, and `peak_over_planned` the measured `peak_hbm_gib`
-    over it, None without a GPU.
+    over it, None without a GPU, as is `peak_over_ledger`. `bench.moves` says how fast contents
+    were moved.
     """
     steps = timed_steps(run_dir, warm_up=warm_up)
     spans = spans_of(run_dir, steps)
@@ -96,9 +98,11 @@ def run_figures(
         "peak_hbm_gib": device_gib,
         **({} if planned is None else planned.figures(device_gib)),
         "peak_ledger_gib": None if ledger_peak is None else ledger_peak / _GIB,
+        "peak_over_ledger": device_peak / ledger_peak if device_peak and ledger_peak else None,
         "peak_held_gib": None if held_peak is None else held_peak / _GIB,
         "graph_peak_gib": max(s.metrics.get("graph_bytes_peak", 0.0) for s in steps) / _GIB,
         **medians,
+        **move_figures(medians),
     }
 
 
@@ -112,14 +116,17 @@ def compare(
 ) -> None:
     """Add what needs the serial run: gains, decode slow-down, the bound and the share of it.
 
+    Each engine's runs are compared with its own serial run.
+
     Args:
-        figures: by label; nothing is added where no serial run is among them.
+        figures: by label; nothing is added to an engine's where no serial run is among them.
         step_numbers: the timed steps, whose lengths say which sequences decode when.
         tables: by label, the co-run rates that its bound is from.
     """
-    serial = figures.get(SERIAL)
-    if serial is None:
-        return
+    serials: dict[str, dict[str, Any]] = {}
+    for found in figures.values():
+        if found["schedule"] == SERIAL:
+            serials.setdefault(found["engine"], found)
     windows = [
         window_parts(
             [
@@ -132,6 +139,9 @@ def compare(
         for step in step_numbers
     ]
     for label, found in figures.items():
+        serial = serials.get(found["engine"])
+        if serial is None:
+            continue
         gain = serial["step_s"] / found["step_s"]
         found |= {
             "gain_over_serial": gain,

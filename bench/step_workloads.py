@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.rl.lengths import LengthsConfig
+from common.rl.lengths import LengthsConfig, response_lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _FOLDER = Path(__file__).with_name("workloads")
 
@@ -18,6 +18,7 @@ MODELS: Mapping[str, Path] = {
     "7b": _FOLDER / "model_7b.toml",
 }
 """Specifications by the shape of Qwen2.5-VL that they have."""
+_THIN = _FOLDER / "model_thin.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,22 @@ def workload(name: str, *, scale: str, model: str = "3b") -> Workload:
 
     Args:
         name: a key of `WORKLOADS`.
-        scale: `full`, or `tiny` for a rehearsal on a CPU.
-        model: a key of `MODELS`; the tiny scale has a model of its own.
+        scale: `full`; `thin`, the 3B model's shape with few layers, for the first try of a machine;
+            or `tiny` for a rehearsal on a CPU.
+        model: a key of `MODELS`; the other scales have models of their own.
     """
-    return replace(WORKLOADS[name], model=MODELS[model]) if scale == "full" else TINY[name]
+    if scale == "tiny":
+        return TINY[name]
+    return replace(WORKLOADS[name], model=MODELS[model] if scale == "full" else _THIN)
+
+
+def most_group_tokens(work: Workload, *, seed: int, steps: Iterable[int]) -> int:
+    """Tokens of all responses of the group that has most in these steps."""
+    return max(
+        sum(response_lengths(work.lengths, seed=seed, step=step, group=group, samples=work.samples))
+        for step in steps
+        for group in range(work.prompts)
+    )
 
 
 def _full(

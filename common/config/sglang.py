@@ -29,6 +29,9 @@ class SglangConfig(FrozenConfig):
     release_memory: bool = True
     """Whether the places for keys and values are given back to the device while nothing decodes,
     by SGLang's memory saver. On a CPU SGLang keeps them all the same."""
+    process_mib: int = Field(default=4096, ge=0)
+    """Of a GPU's memory, that is reserved for what the engine's processes take beside places and
+    weights, for as long as the run is loaded: contexts, CUDA graphs, activations. In MiB."""
     memory_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Of a GPU's memory, that the engine may come to use, weights included."""
     deterministic: bool = False
@@ -42,14 +45,14 @@ class SglangConfig(FrozenConfig):
     deadline_s: float = Field(default=120.0, gt=0)
     """Longest silence of the engine while it decodes or is asked something, in seconds; its
     processes are ended then, and started again for the next attempt at the step."""
-    arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    arguments: dict[str, bool | int | float | str | list[int]] = Field(default_factory=dict)
     """Further arguments of SGLang's engine, by its names, such as `attention_backend`."""
 
     @field_validator("arguments")
     @classmethod
     def _only_further_ones(
-        cls, arguments: dict[str, bool | int | float | str]
-    ) -> dict[str, bool | int | float | str]:
+        cls, arguments: dict[str, bool | int | float | str | list[int]]
+    ) -> dict[str, bool | int | float | str | list[int]]:
         for name, owner in _SET_ELSEWHERE.items():
             if name in arguments:
                 raise ValueError(f"{name} is set by {owner}")

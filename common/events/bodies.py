@@ -166,7 +166,8 @@ class WeightsPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRefreshed:
-    """A rank of the rollout has the step's weights, where training has another degree."""
+    """A rank of the rollout, or its engine, has the step's weights: where training has another
+    degree, or the engine has processes of its own."""
 
     weights_version: WeightsVersion
     alias_bytes: int
@@ -174,7 +175,7 @@ class WeightsRefreshed:
     gather_bytes: int
     """Copied into memory shared with training."""
     rebuild_bytes: int
-    """Copied into memory of the rank's own."""
+    """Copied into memory of the rank's own, or of its engine's."""
     seconds: float
     """Of the copies."""
 

@@ -129,14 +129,20 @@ def _scheduled(request: PlanRequest, schedule: Schedule) -> Plan:
     """The first choice that fits: as many graphs as there is room for, layer inputs at last."""
     most = 1 if schedule in ONE_BY_ONE else request.groups
     most = min(most, request.prefix_graphs or most)
-    tiers = (True,) if request.checkpointing else (False, True)
-    for inputs in tiers:
+    for inputs in _tiers(request):
         graphs = _most_graphs(request, schedule, most=most, inputs=inputs)
         for ahead in (RESTORE_AHEAD_GROUPS, 0) if request.spill_optimizer else (0,):
             plan = _choice(request, schedule, inputs=inputs, graphs=graphs, ahead=ahead)
             if plan.fits:
                 return plan
     return plan
+
+
+def _tiers(request: PlanRequest) -> tuple[bool, ...]:
+    """Whether graphs are layer inputs only, by preference."""
+    if request.checkpointing:
+        return (True,)
+    return (False,) if request.whole_graphs else (False, True)
 
 
 def _most_graphs(request: PlanRequest, schedule: Schedule, *, most: int, inputs: bool) -> int:

@@ -39,6 +39,8 @@ class Batch:
         prompt_tokens: of every group, vision tokens and last token included.
         vision_tokens: of every group.
         response_tokens: of every response: all are taken to be as long as the longest.
+        group_tokens: of all responses of the group that has most; None: as many as all have if
+            each is as long as the longest.
     """
 
     prompts: int
@@ -46,6 +48,7 @@ class Batch:
     prompt_tokens: int
     vision_tokens: int
     response_tokens: int
+    group_tokens: int | None = None
 
     @property
     def prefix_tokens(self) -> int:
@@ -55,6 +58,11 @@ class Batch:
     @property
     def row_tokens(self) -> int:
         """T: tokens of all responses of one group, which training packs in one row."""
+        return self.lane_tokens if self.group_tokens is None else self.group_tokens
+
+    @property
+    def lane_tokens(self) -> int:
+        """What the rollout has room for: the longest response for each of a group."""
         return self.samples * self.response_tokens
 
 
@@ -68,6 +76,7 @@ class PlanRequest:
         groups_in_flight: groups that one rollout replica decodes at a time; None: all it has.
         prefix_graphs: most groups whose prefix keeps its graph; None: as many as fit.
         checkpointing: keep layer inputs only, and run layers again in the backward.
+        whole_graphs: never do so, even where not one whole graph fits.
         sequence_parallel: whether what has the model's width is split over the ranks too.
         shard_optimizer: whether masters and moments are split over the data-parallel replicas.
         spill_optimizer: whether masters and moments are on the host while they are not needed.
@@ -88,6 +97,7 @@ class PlanRequest:
     optimizer_dtype: str = "float32"
     train_vision: bool = False
     checkpointing: bool = False
+    whole_graphs: bool = False
     sequence_parallel: bool = True
     shard_optimizer: bool = True
     spill_optimizer: bool = True

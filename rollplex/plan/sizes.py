@@ -139,7 +139,7 @@ class Sizes:
     @cached_property
     def pool_private(self) -> int:
         """The rollout's responses."""
-        tokens = self.request.batch.row_tokens * self.request.decoding_groups
+        tokens = self.request.batch.lane_tokens * self.request.decoding_groups
         return self.kv(tokens, self.request.rollout_tp)
 
     @cached_property

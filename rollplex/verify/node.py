@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -72,22 +73,26 @@ async def temporary_node(
     }
     config = folder / "deployment.json"
     await asyncio.to_thread(_write, config, json.dumps(deployment))
-    try:
-        with _cancelled_by_sigterm():
+    with _cancelled_by_sigterm():
+        try:
             await run_module("deploy.local", "up", "--config", str(config))
             yield f"127.0.0.1:{port}"
-    finally:
-        await run_module("deploy.local", "down", "--config", str(config))
+        finally:
+            await run_module("deploy.local", "down", "--config", str(config))
 
 
 @contextmanager
 def _cancelled_by_sigterm() -> Iterator[None]:
-    """The signal cancels the current task, in a process whose main thread runs the loop."""
+    """The signal cancels the current task, in a process whose main thread runs the loop.
+
+    Only the first one: `timeout` of coreutils sends two, and the second would end the clearing up.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     if task is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    cancel_once = cache(task.cancel)
+    loop.add_signal_handler(signal.SIGTERM, cancel_once)
     try:
         yield
     finally:

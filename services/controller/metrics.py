@@ -71,6 +71,7 @@ class StepObserver:
         self._windows: list[tuple[int, Span]] = []
         self._admissions: list[tuple[int, Span]] = []
         self._window_starts_ns: dict[int, int] = {}
+        self._iterations: dict[int, int] = {}
         self._seen: set[str] = set()
         self._graphs = GraphTally()
         self._moves = MoveTally(plan)
@@ -127,6 +128,7 @@ class StepObserver:
                     admission = (event.work.start_ns, event.work.end_ns)
                     self._admissions.append((event.sender.rank, admission))
             case bodies.WindowClosed():
+                self._iterations[event.sender.rank] = event.body.decode_iterations
                 end_ns = event.work.end_ns if event.work else received_ns
                 opened_ns = self._window_starts_ns.pop(event.sender.rank, None)
                 if opened_ns is not None:
@@ -227,7 +229,24 @@ class StepObserver:
             metrics["governed_decode_slowdown"] = slowdown
         metrics["time_admit_s"] = covered_ns([span for _, span in self._admissions]) / _NS_PER_S
         metrics["window_s"] = covered_ns([span for _, span in self._windows]) / _NS_PER_S
-        return metrics | self._overlap_metrics()
+        return metrics | self._decode_metrics() | self._overlap_metrics()
+
+    def _decode_metrics(self) -> dict[str, float]:
+        """Of the slowest rank's iterations, and of all tokens in the windows."""
+        iterations = [
+            ((closed - opened) / self._iterations[rank], self._iterations[rank])
+            for rank, (opened, closed) in self._windows
+            if self._iterations[rank]
+        ]
+        covered = covered_ns([span for _, span in self._windows])
+        if not iterations or not covered:
+            return {}
+        slowest_ns, count = max(iterations)
+        return {
+            "decode_iterations": float(count),
+            "decode_iteration_s": slowest_ns / _NS_PER_S,
+            "decode_tokens_per_s": self.view.response_tokens * _NS_PER_S / covered,
+        }
 
     def _overlap_metrics(self) -> dict[str, float]:
         """What of the work lies in windows of its own family of replicas."""

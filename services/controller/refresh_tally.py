@@ -1,4 +1,4 @@
-"""What the rollout's ranks copied to have a step's weights, where training has another degree."""
+"""What the rollout's ranks and engines copied to have a step's weights, those that have to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RefreshTally:
             self._found.append(event.body)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes of all ranks, and the time of the slowest; nothing where degrees are equal."""
+        """Bytes of all ranks, and the time of the slowest; nothing where none had to."""
         found = self._found
         if not found:
             return {}

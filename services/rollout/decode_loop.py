@@ -103,13 +103,13 @@ class DecodeLoop:
                 break
             if not self._decodes:
                 # Give the loop the chance to say that the window opens, before it does.
-                self._decodes = True
+                self._decodes = engine.decodes()
                 break
             self._live.set_rows(engine.active_rows)
             iteration = engine.run_iteration()
             finished.extend(iteration.finished)
-            if iteration.rows:
-                self._live.iterated()
+            if iteration.count:
+                self._live.iterated(iteration.count)
         waits = engine.needs_next_group()
         # While it waits for a group nothing decodes: those that make the group need not go slowly.
         self._live.set_rows(engine.active_rows if self._decodes and not waits else 0)

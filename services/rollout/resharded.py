@@ -18,13 +18,11 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from common.events.bodies import WeightsRefreshed
 from common.ids import Service
 from common.layouts.node import rollout_sharing, source_ranks, training_sharing
 from common.tensors.errors import BrokerTimeout, StaleVersion
@@ -38,6 +36,7 @@ from common.weights.resharding.buffers import own_elements
 from common.weights.resharding.direct import DirectResharding
 from common.worker.threads import in_thread
 from common.worker.weights import FLAT, POLICY_WEIGHTS, ROLLOUT_WEIGHTS, flat_spec
+from services.rollout.refreshed import Refreshed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,32 +51,6 @@ PASSING_S = 1.0
 """Longest wait of a reader in passing for the second and further storages."""
 OPEN_TIMEOUT_S = 120.0
 """Longest wait for training's ranks to create their storages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refreshed:
-    """What it took to have a version here.
-
-    Attributes:
-        alias_bytes: read where training wrote them.
-        gather_bytes, rebuild_bytes: copied; 0 where the version was here already.
-        seconds: of the copies.
-    """
-
-    alias_bytes: int
-    gather_bytes: int = 0
-    rebuild_bytes: int = 0
-    seconds: float = 0.0
-
-    def event(self, version: WeightsVersion) -> WeightsRefreshed:
-        """What the node is told."""
-        return WeightsRefreshed(
-            weights_version=version,
-            alias_bytes=self.alias_bytes,
-            gather_bytes=self.gather_bytes,
-            rebuild_bytes=self.rebuild_bytes,
-            seconds=self.seconds,
-        )
 
 
 class ReshardedHold:

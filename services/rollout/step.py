@@ -221,6 +221,8 @@ class RolloutStep:
                 sampled.append(finished)
                 await self._publish(finished, opened_ns or turn.start_ns, turn.end_ns)
         scope.give_back(memory)
+        if (refreshed := self._run.engine.refreshed) is not None:
+            await scope.publish(refreshed.event(scope.view.version))
         end_ns = time.monotonic_ns()
         records = self._training and self._run.context.leads
         if records and self._run.context.recipe.training.record_responses:

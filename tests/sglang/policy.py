@@ -128,6 +128,7 @@ class Policy:
         folder: Path,
         *,
         layout: WeightLayout | None = None,
+        step_tokens: int = 8 * CONTEXT_TOKENS,
         **config: Any,
     ) -> Driven:
         """An engine for this policy that is not started."""
@@ -141,6 +142,7 @@ class Policy:
             max_requests=MAX_REQUESTS,
             context_tokens=CONTEXT_TOKENS,
             kv_tokens=8 * CONTEXT_TOKENS,
+            step_tokens=step_tokens,
             memory_fraction=0.3,
             release_memory=config.get("release_memory", True),
             deterministic=False,

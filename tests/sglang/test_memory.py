@@ -43,7 +43,7 @@ def test_it_is_released_right_after_an_abort(aliased):
         engine.add_group(policy.request(group, prompt))
     while engine.admit_next() is not None:
         pass
-    while not engine.run_iteration().rows:
+    while not engine.run_iteration().count:
         pass
     engine.abort()
     engine.release()

@@ -73,7 +73,7 @@ def test_the_end_of_one_of_its_processes_is_noticed(split):
     engine.begin_step(policy.spec(max_new_tokens=400))
     engine.add_group(policy.request(0, tiny_prompt(policy.config, seed=1)))
     engine.admit_next()
-    while not engine.run_iteration().rows:
+    while not engine.run_iteration().count:
         pass
     children = psutil.Process(engine.driver.pid).children(recursive=True)
     os.kill(scheduler(engine.driver.pid, rank=1), signal.SIGKILL)

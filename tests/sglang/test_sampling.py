@@ -11,7 +11,7 @@ from common.vlm.tiny import FIRST_TEXT_ID, tiny_prompt
 from services.rollout.engines.errors import GroupRequestInvalid
 from services.rollout.engines.native import NativeEngine
 from services.rollout.engines.protocol import FinishReason
-from tests.sglang.policy import SAMPLES, run_step
+from tests.sglang.policy import SAMPLES, Policy, run_step
 
 pytestmark = pytest.mark.sglang
 
@@ -72,6 +72,49 @@ def test_responses_of_a_group_share_one_prefix(aliased):
     spec = aliased.policy.spec(samples=4)
     run_step(aliased.engine, spec, [aliased.policy.request(0, prompt)])
     assert aliased.engine.cached_tokens == 4 * prompt.prefix_tokens
+
+
+def test_a_prompt_that_may_leave_the_cache_keeps_its_embeddings(folder, engine_python, tmp_path):
+    """With fewer places than a step needs."""
+    with Policy.of(folder) as policy:
+        engine = policy.engine(engine_python, tmp_path, step_tokens=1 << 20)
+        try:
+            engine.prepare()
+            prompt = tiny_prompt(policy.config, seed=2, images=[(1, 8, 8)])
+            spec = policy.spec()
+            (finished,) = run_step(engine, spec, [policy.request(0, prompt)])
+            trainer = policy.logprobs(prompt, finished, spec)
+            assert (finished.logprobs - trainer).abs().max() < BOUND
+        finally:
+            engine.close()
+
+
+def test_iterations_are_the_steps_of_sglang_s_decode(aliased):
+    """Each gives every response that is not complete a token, in whatever reports it is told."""
+    engine, policy = aliased.engine, aliased.policy
+    limits = [(20, 3), (7, 7)]
+    engine.begin_step(policy.spec(groups=len(limits), max_new_tokens=20))
+    for group, limit in enumerate(limits):
+        prompt = tiny_prompt(policy.config, seed=8 + group)
+        engine.add_group(policy.request(group, prompt, limits=limit))
+    while engine.admit_next() is not None:
+        pass
+    assert engine.active_rows == 0
+    while not engine.decodes():
+        pass
+    assert 1 <= engine.active_rows <= 4
+    iterations, finished = [], []
+    while not engine.finished:
+        iterations.append(engine.run_iteration())
+        finished += iterations[-1].finished
+    engine.release()
+    assert engine.active_rows == 0
+    assert sum(each.rows for each in iterations) == 20 + 3 + 7 + 7
+    # groups that are admitted one after the other need not begin with the same step
+    assert 20 <= sum(each.count for each in iterations) <= 20 + 7
+    assert iterations[-1].number == sum(each.count for each in iterations)
+    ends = {each.group: each.decode_iteration for each in finished}
+    assert 7 <= ends[1] <= ends[0] == iterations[-1].number
 
 
 def test_a_stop_token_ends_a_response(aliased):
@@ -148,7 +191,7 @@ def test_an_aborted_step_leaves_nothing_behind(aliased):
     engine.begin_step(policy.spec(max_new_tokens=400))
     engine.add_group(policy.request(0, prompt))
     engine.admit_next()
-    while not engine.run_iteration().rows:
+    while not engine.run_iteration().count:
         pass
     engine.abort()
     assert engine.finished

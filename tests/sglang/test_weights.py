@@ -34,6 +34,10 @@ def test_all_is_read_in_place(aliased):
     text = [entry for entry in layout.entries if not entry.name.startswith(VISUAL)]
     assert driver.aliased_bytes == 4 * sum(entry.numel for entry in text)
     assert driver.copied_bytes == 0
+    difference(aliased.policy, aliased.engine, tiny_prompt(aliased.policy.config, seed=8))
+    refreshed = aliased.engine.refreshed
+    assert (refreshed.alias_bytes, refreshed.rebuild_bytes) == (driver.aliased_bytes, 0)
+    assert refreshed.seconds > 0
 
 
 def test_the_gate_passes(aliased):
@@ -54,6 +58,9 @@ def test_buckets(folder, engine_python, tmp_path):
             for seed in (4, 5):
                 policy.update(seed=seed)
                 assert difference(policy, engine, prompt) < BOUND
+            text = [one for one in policy.layout.entries if not one.name.startswith(VISUAL)]
+            copied = 4 * sum(one.numel for one in text)
+            assert (engine.refreshed.alias_bytes, engine.refreshed.rebuild_bytes) == (0, copied)
         finally:
             engine.close()
 

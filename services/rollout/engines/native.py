@@ -66,6 +66,10 @@ class NativeEngine:
         return 0 if self._stepping is None else self._stepping.nbytes
 
     @property
+    def refreshed(self) -> None:
+        """See `Engine.refreshed`."""
+
+    @property
     def finished(self) -> bool:
         """See `Engine.finished`."""
         return not self._decoding and self._order.next_group is None
@@ -135,6 +139,10 @@ class NativeEngine:
         self._decoding.append(self._stepping.admit(request, self._prefix(request)))
         return request.group
 
+    def decodes(self) -> bool:
+        """See `Engine.decodes`: prompts were computed at their admission."""
+        return bool(self._decoding)
+
     @torch.no_grad()
     def run_iteration(self) -> Iteration:
         """See `Engine.run_iteration`.
@@ -150,7 +158,8 @@ class NativeEngine:
         ahead = self._order.next_group is None
         rows = self._stepping.advance(self._decoding, ahead=ahead)
         self._iterations += 1
-        return Iteration(number=self._iterations, rows=rows, finished=self._collect(self._stepping))
+        finished = self._collect(self._stepping)
+        return Iteration(number=self._iterations, count=1, rows=rows, finished=finished)
 
     def abort(self) -> None:
         """See `Engine.abort`."""

@@ -10,7 +10,7 @@ admitted before the batch decodes on, however long it takes to become ready. The
         while engine.admit_next() is not None: ...
         if engine.needs_next_group():
             wait for an event
-        else:
+        elif engine.decodes():
             publish(engine.run_iteration().finished)
     engine.release()
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from common.rl.sampling import SamplingParams
     from common.vlm.prefix import PrefixKV
     from common.vlm.prompt import PromptTensors
+    from services.rollout.refreshed import Refreshed
 
 
 class FinishReason(IntEnum):
@@ -119,12 +120,14 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What one iteration did."""
+    """What one iteration did, or several that were heard of at once."""
 
     number: int
-    """From 1 in each step."""
+    """From 1 in each step; of several, of the last one."""
+    count: int
+    """How many it were; 0: none."""
     rows: int
-    """Tokens that it gave: one for every sequence that was decoding; 0: it was none."""
+    """Tokens that they gave: in each, one for every sequence that was decoding."""
     finished: tuple[FinishedGroup, ...]
     """Groups that it completed, in the order of the step."""
 
@@ -143,6 +146,11 @@ class Engine(Protocol):
     @property
     def memory_bytes(self) -> int:
         """Device bytes that the engine's K/V occupy at the moment."""
+
+    @property
+    def refreshed(self) -> Refreshed | None:
+        """What it took to give the engine the step's weights; None: it reads those that are held,
+        or another rank tells."""
 
     @property
     def trouble(self) -> str:
@@ -180,6 +188,10 @@ class Engine(Protocol):
 
     def needs_next_group(self) -> bool:
         """Whether the batch may not decode on until the next group is added or dropped."""
+
+    def decodes(self) -> bool:
+        """Whether sequences that were admitted can be given tokens now; waits for it a short while
+        at most. False: their prompts are still being computed."""
 
     def run_iteration(self) -> Iteration:
         """Give every decoding sequence one more token, or report that none was given yet."""

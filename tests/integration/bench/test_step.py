@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_schedule_is_measured_on_equal_work(tmp_path: Path) -> None:
+    labels = ["serial", "serial-per-response", "serial-resident", *list(Schedule)[1:]]
     arguments = (
-        "--workload A2 --schedules serial,serial-per-response,disaggregated,rollplex,fused "
+        f"--workload A2 --schedules {','.join(labels)} "
         "--steps 1 --warmup 1 --graphs 1 --scale tiny --device cpu --data-workers 1 "
         "--arena-gib 0.25 "
         f"--png {tmp_path}/steps.png --keep {tmp_path}/kept"
@@ -29,7 +30,7 @@ def test_every_schedule_is_measured_on_equal_work(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["schedules"]
-    assert list(found) == ["serial", "serial-per-response", *list(Schedule)[1:]]
+    assert list(found) == labels
     serial = found["serial"]
     assert serial["gain_over_serial"] == 1.0
     for name, figures in found.items():
@@ -40,7 +41,7 @@ def test_every_schedule_is_measured_on_equal_work(tmp_path: Path) -> None:
         assert figures["gradient_norm"] == pytest.approx(serial["gradient_norm"], rel=1e-5), name
         assert 0 < figures["mfu"] < 1, name
         # one graph at a time: with `serial` every group's, else the first group's alone
-        one_by_one = ("serial", "serial-per-response", "disaggregated")
+        one_by_one = ("serial", "serial-per-response", "serial-resident", "disaggregated")
         kept = 3 if figures["schedule"] in one_by_one else None
         assert figures["graphs_kept"] + figures["prefixes_recomputed"] == 3, name
         assert kept in (None, figures["graphs_kept"]), name

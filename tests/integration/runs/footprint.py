@@ -62,14 +62,18 @@ async def footprint(node: Node, stub: BrokerStub) -> Footprint:
     return found
 
 
-def grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> list[str]:
+def grown(
+    before: Mapping[tuple[str, str], int],
+    after: Mapping[tuple[str, str], int],
+    allowed: Mapping[str, int],
+) -> list[str]:
     """What has grown by more than is allowed, a sentence each."""
     assert before.keys() == after.keys()
     return [
         f"{who}: {what} grew by {after[who, what] - size}, from {size} to {after[who, what]}; "
-        f"{ALLOWED[what]} are allowed"
+        f"{allowed[what]} are allowed"
         for (who, what), size in before.items()
-        if after[who, what] - size > ALLOWED[what]
+        if after[who, what] - size > allowed[what]
     ]
 
 

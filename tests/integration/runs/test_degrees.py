@@ -211,5 +211,5 @@ async def test_a_run_survives_the_death_of_any_rank(unequal):
     if unequal.node.deployment.dp == 1:
         # One prefix-encoder can be held for it, not those of several replicas.
         blows.append((Striker.begun, "rollout/0"))
-    wanted = steady(unequal.model, Schedule.ROLLPLEX, steps=12)
+    wanted = steady(unequal.model, Schedule.ROLLPLEX, steps=20)
     await assert_survives(unequal, wanted, blows)

@@ -83,7 +83,7 @@ async def test_two_ranks_go_on_from_the_checkpoint_of_one(alone, together):
 
 
 async def test_a_run_survives_the_death_of_single_ranks(together):
-    wanted = steady(together.model, Schedule.ROLLPLEX, steps=12)
+    wanted = steady(together.model, Schedule.ROLLPLEX, steps=20)
     await assert_survives(together, wanted, BLOWS)
 
 

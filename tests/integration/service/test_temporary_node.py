@@ -34,7 +34,10 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     ]
 
 
-async def test_a_terminated_process_leaves_no_service(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause_s", [None, 0.0, 0.3], ids=["once", "twice", "twice-later"])
+async def test_a_terminated_process_leaves_no_service(
+    tmp_path: Path, pause_s: float | None
+) -> None:
     folder = tmp_path / "node"
     holder = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", HOLDS_A_NODE, str(folder)),
@@ -46,6 +49,9 @@ async def test_a_terminated_process_leaves_no_service(tmp_path: Path) -> None:
         assert await holder.stdout.readline() == b"up\n"
         assert len(processes_of(folder)) > 1
         holder.send_signal(signal.SIGTERM)
+        if pause_s is not None:
+            await asyncio.sleep(pause_s)
+            holder.send_signal(signal.SIGTERM)
         assert await holder.wait() != 0
         assert not processes_of(folder)
     finally:

@@ -10,9 +10,10 @@ from bench.fit import numbers
 from bench.fit_points import Governing, Point, Question, most, planned_largest, sized
 from bench.fit_search import Search
 from bench.result_file import write_result
+from bench.step_inputs import SEED
 from bench.step_plan import StepPlan
 from bench.step_summary import vision_tokens
-from bench.step_workloads import workload
+from bench.step_workloads import most_group_tokens, workload
 from common.vlm.published import PUBLISHED
 
 WORK = workload("A2", scale="full")
@@ -42,6 +43,18 @@ def test_a_good_guess_costs_two_tries() -> None:
     assert len(tries(Search(least=1, most=300, guess=100), 110)) <= 6
 
 
+@pytest.mark.parametrize("largest", [0, 1, 57, 96, 100, 103, 250, 300])
+def test_a_coarse_search_ends_near_the_largest(largest: int) -> None:
+    search = Search(least=1, most=300, guess=100, resolution=0.05)
+    asked = tries(search, largest)
+    found = search.largest or 0
+    assert found <= largest
+    assert largest < (search.too_large or 301) <= max(found + 1, 1.05 * found)
+    assert len(asked) <= 12
+    if 96 <= largest < 104:
+        assert len(asked) == 2
+
+
 def test_bounds_the_wrong_way_round_are_refused() -> None:
     with pytest.raises(ValueError, match="least = 2 is above most = 1"):
         Search(least=2, most=1, guess=1)
@@ -68,13 +81,15 @@ def test_the_planned_largest_is_the_last_that_fits(tmp_path, question, governing
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen2.5-vl-3b"]))
     point = Point(model="3b", question=question, governing=governing, budget_gib=110.0)
     found = planned_largest(
-        WORK, point, model=tmp_path, schedule="rollplex", device="cuda", gpu="h200"
+        WORK, point, model=tmp_path, schedule="rollplex", device="cuda", gpu="h200", steps=2
     )
     assert found is not None
 
     def fits(size: int) -> bool:
+        work = sized(WORK, question, size)
         plan = StepPlan(
-            work=sized(WORK, question, size),
+            work=work,
+            group_tokens=most_group_tokens(work, seed=SEED, steps=range(2)),
             model=tmp_path,
             device="cuda",
             gpu="h200",
@@ -92,7 +107,9 @@ def test_nothing_is_planned_to_fit_in_40_gib(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen2.5-vl-3b"]))
     point = Point(model="3b", question=Question.PROMPT, governing=Governing.PHASES, budget_gib=40.0)
     assert (
-        planned_largest(WORK, point, model=tmp_path, schedule="rollplex", device="cuda", gpu="h200")
+        planned_largest(
+            WORK, point, model=tmp_path, schedule="rollplex", device="cuda", gpu="h200", steps=2
+        )
         is None
     )
 

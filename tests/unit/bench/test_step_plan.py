@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench.step_inputs import PER_RESPONSE
+from bench.step_inputs import PER_RESPONSE, RESIDENT
 from bench.step_plan import Planned, StepPlan
-from bench.step_workloads import MODELS, workload
+from bench.step_workloads import MODELS, most_group_tokens, workload
 from common.config.loading import load_config
 from common.vlm.initialise import ModelSpec
 from common.vlm.published import PUBLISHED
@@ -117,3 +117,46 @@ def test_the_ratio_is_of_the_measured_peak() -> None:
 
 def test_a_prefix_pass_a_response_is_not_planned(plan) -> None:
     assert plan.of(PER_RESPONSE) is None
+
+
+def test_shorter_responses_take_less_but_for_the_rollouts_room(plan) -> None:
+    longest = plan.work.samples * plan.work.lengths.max_tokens
+    whole, equal, shorter = (
+        replace(plan, group_tokens=tokens).of("serial").peak_bytes
+        for tokens in (None, longest, longest // 2)
+    )
+    assert shorter < whole == equal
+    batch = replace(plan, group_tokens=longest // 2)._request().batch
+    assert (batch.row_tokens, batch.lane_tokens) == (longest // 2, longest)
+
+
+def test_the_group_with_most_tokens_is_of_these_steps() -> None:
+    work = workload("A2", scale="full")
+    each = [most_group_tokens(work, seed=11, steps=[step]) for step in range(3)]
+    assert most_group_tokens(work, seed=11, steps=range(3)) == max(each)
+    assert len(set(each)) > 1
+    assert max(each) < work.samples * work.lengths.max_tokens
+    fixed = workload("B", scale="full")
+    assert most_group_tokens(fixed, seed=11, steps=[0]) == 8 * 128
+
+
+def test_no_layer_runs_again_where_the_run_does_not(plan) -> None:
+    """A budget in which `rollplex plan` falls back to layer inputs."""
+    tight = replace(plan, budget_gib=60.0)
+    plain = tight.of("rollplex")
+    again = replace(tight, checkpointing=True).of("rollplex")
+    assert (plain.fits, again.fits) == (False, True)
+    assert plain.peak_bytes > again.peak_bytes
+
+
+def test_reference_weights_leave_a_budget_without_room_for_them(plan) -> None:
+    for budget_gib, leave in ((None, False), (80.0, False), (45.0, True)):
+        request = replace(plan, budget_gib=budget_gib)._request()
+        assert request.spill_reference is leave, budget_gib
+    resident = replace(plan, budget_gib=45.0, spill_optimizer=False)
+    assert not resident._request().spill_reference
+    assert not replace(plan, budget_gib=45.0, device="cpu")._request().spill_reference
+
+
+def test_a_resident_serial_is_planned_with_nothing_spilled(plan) -> None:
+    assert plan.of(RESIDENT) == replace(plan, spill_optimizer=False).of("serial")

@@ -38,6 +38,7 @@ def settings(**others):
         "max_requests": 1,
         "context_tokens": 1,
         "kv_tokens": 1,
+        "step_tokens": 1,
         "memory_fraction": 0.5,
         "release_memory": True,
         "deterministic": False,

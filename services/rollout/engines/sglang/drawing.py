@@ -64,11 +64,13 @@ def draw(logits_RV: Tensor, draws_R: Sequence[Draws], positions_R: Tensor) -> tu
     Sync: none.
     """
     step = draws_R[0]
-    numbers_3R = torch.tensor(
+    numbers_R3 = torch.tensor(
         [[each.group, each.sample, each.prompt_tokens] for each in draws_R],
         dtype=torch.int64,
-        device=logits_RV.device,
-    ).T
+        # a copy from memory that is not pinned would wait for the device
+        pin_memory=logits_RV.is_cuda,
+    )
+    numbers_3R = numbers_R3.to(logits_RV.device, non_blocking=True).T
     group_R, sample_R, prompt_R = numbers_3R.unbind(0)
     index_R = positions_R.to(torch.int64) + 1 - prompt_R
     uniforms_R = uniforms(step.seed, step.step, group_R, sample_R, index_R)

@@ -13,6 +13,7 @@ from services.rollout.engines.sglang import messages
 from services.rollout.engines.sglang.folder import engine_folder
 from services.rollout.engines.sglang.process import EngineHost
 from services.rollout.engines.sglang.wire import Frame
+from services.rollout.refreshed import Refreshed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,10 @@ class Driver(Protocol):
     @property
     def trouble(self) -> str:
         """See `Engine.trouble`."""
+
+    @property
+    def refreshed(self) -> Refreshed | None:
+        """What the last `begin` did for the engine's weights; None: nothing yet, or not here."""
 
     @property
     def has_kv(self) -> bool:
@@ -107,7 +112,13 @@ class HostDriver:
         self._lost = ""
         """What was the trouble with processes that are being started anew."""
         self._has_kv = False
+        self._refreshed: Refreshed | None = None
         self.aliased_bytes = self.copied_bytes = 0
+
+    @property
+    def refreshed(self) -> Refreshed | None:
+        """See `Driver.refreshed`."""
+        return self._refreshed
 
     @property
     def pid(self) -> int:
@@ -142,6 +153,7 @@ class HostDriver:
         frame = Frame(
             kind=messages.START, body={**body, "settings": settings}, descriptors=descriptors
         )
+        started_s = time.monotonic()
         host = EngineHost(self._python, deadline_s=self._config.deadline_s)
         try:
             answer = host.ask(frame, deadline_s=self._config.start_s)
@@ -153,7 +165,8 @@ class HostDriver:
         self._has_kv = True
         self.aliased_bytes = answer.body["aliased_bytes"]
         self.copied_bytes = answer.body["copied_bytes"]
-        log.info("SGLang is up", extra={"pid": host.pid, **answer.body})
+        took_s = round(time.monotonic() - started_s, 1)
+        log.info("SGLang is up", extra={"pid": host.pid, "seconds": took_s, **answer.body})
         self.release()
 
     def begin(self, version: WeightsVersion) -> None:
@@ -163,11 +176,18 @@ class HostDriver:
         takes the weights anew, and forgets what older ones computed.
         """
         self.prepare()
-        host = self._alive
+        host, copied_bytes = self._alive, self.copied_bytes
+        started_s = time.monotonic()
         if not self._weights.shared:
             for bucket in self._weights.buckets():
                 host.ask(bucket)
+                copied_bytes += sum(tensor.nbytes for tensor in bucket.tensors.values())
         host.ask(Frame(kind=messages.REFRESH, body={"version": str(version)}))
+        self._refreshed = Refreshed(
+            alias_bytes=self.aliased_bytes,
+            rebuild_bytes=copied_bytes,
+            seconds=time.monotonic() - started_s,
+        )
         if not self._has_kv:
             host.ask(Frame(kind=messages.RESUME))
             self._has_kv = True

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from services.rollout.engines.protocol import FinishedGroup, GroupRequest, StepSpec
     from services.rollout.engines.sglang.driver import Driver
     from services.rollout.engines.sglang.wire import Frame
+    from services.rollout.refreshed import Refreshed
 
 
 class SglangEngine:
@@ -43,7 +44,7 @@ class SglangEngine:
         self._spec: StepSpec | None = None
         self._order = AdmissionOrder(())
         self._groups: dict[GroupId, SampledGroup] = {}
-        self._iterations = 0
+        self._iterations = self._heard = self._rows = self._active = 0
         self.cached_tokens = 0
         """Prompt tokens of the step's responses that were not computed anew, added up."""
 
@@ -59,13 +60,18 @@ class SglangEngine:
 
     @property
     def active_rows(self) -> int:
-        """See `Engine.active_rows`."""
-        return sum(group.missing for group in self._groups.values())
+        """See `Engine.active_rows`: responses that have tokens, and are not complete."""
+        return min(self._active, sum(group.missing for group in self._groups.values()))
 
     @property
     def memory_bytes(self) -> int:
         """See `Engine.memory_bytes`."""
         return self._kv_bytes if self._driver.has_kv else 0
+
+    @property
+    def refreshed(self) -> Refreshed | None:
+        """See `Engine.refreshed`."""
+        return self._driver.refreshed
 
     @property
     def trouble(self) -> str:
@@ -104,7 +110,7 @@ class SglangEngine:
         self._driver.begin(spec.weights_version)
         self._spec = spec
         self._order = AdmissionOrder(spec.groups)
-        self._iterations = self.cached_tokens = 0
+        self._iterations = self._heard = self._rows = self._active = self.cached_tokens = 0
 
     def add_group(self, request: GroupRequest) -> None:
         """See `Engine.add_group`.
@@ -163,27 +169,33 @@ class SglangEngine:
         """See `Engine.needs_next_group`; what decodes goes on meanwhile."""
         return self._must_admit and not self._order.next_is_ready
 
+    def decodes(self) -> bool:
+        """See `Engine.decodes`. Raises: what `run_iteration` does."""
+        if not self._heard:
+            self._hear()
+        return self._heard > 0
+
     def run_iteration(self) -> Iteration:
         """See `Engine.run_iteration`: waits for a decode step, a short while at most.
 
-        Returns: no rows if none came meanwhile.
+        Returns: a count of 0 if none came meanwhile.
         Raises: EngineStateInvalid if a group has to be admitted first, or none decodes; EngineGone
             if the engine is silent for too long; EngineRefused if it failed in a group;
             NonFiniteLogits; VersionMismatch if other weights have sampled a response.
         """
         if self._must_admit:
             raise EngineStateInvalid(f"group {self._order.next_group} has to be admitted first")
-        if not self._groups:
-            raise EngineStateInvalid("no group is decoding")
-        rows = sum(self._take(frame) for frame in self._driver.reports(tuple(self._groups)))
-        if rows:
-            self._iterations += 1
-        return Iteration(number=self._iterations, rows=rows, finished=self._collect())
+        if self._heard == self._iterations:
+            self._hear()
+        count, self._iterations = self._heard - self._iterations, self._heard
+        rows, self._rows = self._rows, 0
+        return Iteration(number=self._iterations, count=count, rows=rows, finished=self._collect())
 
     def abort(self) -> None:
         """See `Engine.abort`."""
         decoding = bool(self._groups)
         self._groups = {}
+        self._active = 0
         self._order = AdmissionOrder(())
         self._driver.abort(decoding=decoding)
 
@@ -210,19 +222,27 @@ class SglangEngine:
         """Whether there is a place and a group that takes it."""
         return len(self._groups) < self.capacity and self._order.next_group is not None
 
-    def _take(self, frame: Frame) -> int:
-        """Fold a report in; how many tokens it tells of."""
+    def _hear(self) -> None:
+        if not self._groups:
+            raise EngineStateInvalid("no group is decoding")
+        for frame in self._driver.reports(tuple(self._groups)):
+            self._take(frame)
+
+    def _take(self, frame: Frame) -> None:
+        """Fold a report in."""
         if frame.kind == messages.PROGRESS:
-            return int(frame.body["tokens"])
+            self._heard += frame.body["steps"]
+            self._rows += frame.body["tokens"]
+            self._active = frame.body["active"]
+            return
         group = self._groups.get(frame.body["group"])
         if group is None:
-            return 0  # it was dropped meanwhile
+            return  # it was dropped meanwhile
         if frame.kind == messages.BROKE:
             raise group.broke(frame.body["message"])
         response = SampledResponse.of(frame)
         group.add(response)
         self.cached_tokens += response.cached_tokens
-        return 0
 
     def _collect(self) -> tuple[FinishedGroup, ...]:
         complete = [name for name, group in self._groups.items() if not group.missing]

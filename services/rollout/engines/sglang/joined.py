@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from common.ids import GroupId, WeightsVersion
     from services.rollout.engines.sglang.driver import Driver
     from services.rollout.engines.sglang.messages import GroupSampling
+    from services.rollout.refreshed import Refreshed
 
 _GONE = "gone"
 """Kind of a frame: the leader's call raised EngineGone; `FAILED`: another error."""
@@ -51,6 +52,11 @@ class JoinedDriver:
     def pid(self) -> int:
         """See `Driver.pid`."""
         return 0 if self._driver is None else self._driver.pid
+
+    @property
+    def refreshed(self) -> Refreshed | None:
+        """See `Driver.refreshed`: the first rank tells it, for all."""
+        return None if self._driver is None else self._driver.refreshed
 
     @property
     def trouble(self) -> str:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from services.rollout.engines.sglang.driver import Driver
 
 RESERVATION = "rollout.sglang"
-"""What the ledger calls SGLang's places for keys and values, and weights of its own."""
+"""What the ledger calls SGLang's places for keys and values, weights of its own, and the rest that
+its processes take."""
 _SPARE_TOKENS = 16
 """That SGLang keeps free of each sequence, and more."""
 
@@ -49,6 +50,8 @@ async def make_sglang(
     settings = _settings(context, config)
     kv_bytes = settings.kv_tokens * _token_bytes(context, shape)
     lasting_bytes = 0 if config.release_memory else kv_bytes
+    if context.device.type == "cuda":
+        lasting_bytes += config.process_mib << 20
     if config.weights == "copy":
         lasting_bytes += _text_elements(shape.layout) * context.dtype.itemsize
     memory = WindowMemory(
@@ -128,7 +131,8 @@ def _settings(context: RunContext, config: SglangConfig) -> EngineSettings:
         seed=recipe.seed,
         max_requests=recipe.rollout.max_slots,
         context_tokens=_context_tokens(recipe),
-        kv_tokens=config.kv_tokens or _kv_tokens(recipe),
+        kv_tokens=config.kv_tokens or _step_tokens(recipe),
+        step_tokens=_step_tokens(recipe),
         memory_fraction=config.memory_fraction,
         release_memory=config.release_memory,
         deterministic=config.deterministic,
@@ -141,7 +145,7 @@ def _context_tokens(recipe: Recipe) -> int:
     return recipe.data.max_prompt_tokens + recipe.rollout.max_new_tokens + _SPARE_TOKENS
 
 
-def _kv_tokens(recipe: Recipe) -> int:
+def _step_tokens(recipe: Recipe) -> int:
     """For `max_slots` full responses, and the longest prompt once a group of them."""
     rollout = recipe.rollout
     groups = rollout.max_slots // rollout.samples_per_group

@@ -51,7 +51,8 @@ DONE = "done"
 FAILED = "failed"
 """It is not. `body`: `message`."""
 PROGRESS = "progress"
-"""Tokens were sampled. `body`: `tokens`, how many since the last report."""
+"""Tokens were sampled. `body`: `tokens`, how many since the last report; `steps`, in how many steps
+of the decode; `active`, how many responses have tokens and are not complete."""
 SAMPLED = "sampled"
 """A response is complete: see `SampledResponse`."""
 BROKE = "broke"
@@ -204,6 +205,7 @@ class EngineSettings:
         max_requests: sequences that decode at the same time.
         context_tokens: longest prompt with its response.
         kv_tokens: places for keys and values.
+        step_tokens: places with which no prompt leaves the cache while its group decodes.
         memory_fraction: of the GPU's memory, that the engine may come to use.
         release_memory: whether `RELEASE` will come.
         deterministic: whether logits do not depend on the batch, by SGLang's own kernels.
@@ -219,6 +221,7 @@ class EngineSettings:
     max_requests: int
     context_tokens: int
     kv_tokens: int
+    step_tokens: int
     memory_fraction: float
     release_memory: bool
     deterministic: bool

@@ -46,6 +46,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "incremental_streaming_output": True,
         "grammar_backend": "none",
         "skip_server_warmup": True,
+        # of the tower, which nobody runs: no kernels are looked for
+        "mm_attention_backend": "sdpa",
         "log_level": "warning",
         **(_ON_CPU if settings.device == "cpu" else {}),
         **settings.arguments,

@@ -48,6 +48,7 @@ def run(channel_descriptor: int, life_descriptor: int) -> None:
 
             engine = Engine(**engine_arguments(settings))
             attached = weights.attached()
+            places = engine.get_server_info()["max_total_num_tokens"]
         except BaseException as error:
             if not weights.refused:
                 message = f"{type(error).__name__}: {error}"
@@ -56,5 +57,7 @@ def run(channel_descriptor: int, life_descriptor: int) -> None:
     send(channel, Frame(kind=DONE, body=attached))
     from services.rollout.engines.sglang.host.serving import Serving
 
-    engine.loop.run_until_complete(Serving(engine, channel, ranks=settings.ranks).run())
+    prompts_stay = places >= settings.step_tokens
+    serving = Serving(engine, channel, ranks=settings.ranks, prompts_stay=prompts_stay)
+    engine.loop.run_until_complete(serving.run())
     engine.shutdown()

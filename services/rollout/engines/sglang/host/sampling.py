@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from services.rollout.engines.sglang.messages import (
     GroupSampling,
     SampledResponse,
 )
+from services.rollout.engines.sglang.processors.prepared import PreparedPrompt
 from services.rollout.engines.sglang.wire import Frame
 
 if TYPE_CHECKING:
@@ -32,16 +34,21 @@ class Sampler:
     Args:
         engine: SGLang's, in whose event loop everything runs.
         report: takes frames for the service.
+        prompts_stay: whether a prompt stays in the cache for as long as its group decodes.
     """
 
-    def __init__(self, engine: Any, report: Callable[[Frame], None]) -> None:
+    def __init__(self, engine: Any, report: Callable[[Frame], None], *, prompts_stay: bool) -> None:
         self._engine = engine
         self._report = report
+        self._prompts_stay = prompts_stay
+        self._prompts: list[PreparedPrompt] = []
         self._groups: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[str, int] = {}
         self._unwanted: set[int] = set()
         self._number = 0
-        self._tokens = 0
+        self._active = 0
+        self._new: Counter[tuple[int, int]] = Counter()
+        """Tokens since the last report, by group and response."""
 
     def start(self, group: GroupSampling) -> None:
         """Begin to sample a group."""
@@ -64,7 +71,9 @@ class Sampler:
             self._engine.tokenizer_manager.abort_request(abort_all=True)
             await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
         self._unwanted.clear()
-        self._tokens = 0
+        self._new.clear()
+        while self._prompts:
+            self._prompts.pop().close()
 
     async def _guarded(self, group: GroupSampling) -> None:
         try:
@@ -77,8 +86,11 @@ class Sampler:
 
     async def _sample(self, group: GroupSampling) -> None:
         inputs: dict[str, Any] = {"input_ids": group.token_ids.tolist()}
+        prompt: PreparedPrompt | None = None
         if len(group.vision):
-            inputs["image_data"] = [group]
+            prompt = PreparedPrompt(group)
+            self._prompts.append(prompt)
+            inputs["image_data"] = [prompt]
         if len(group.limits) > 1:
             # the prompt's keys and values are in the cache when this is back
             sampling = {
@@ -88,6 +100,8 @@ class Sampler:
             }
             async for _ in self._stream(group.group, inputs, sampling):
                 pass
+            if prompt is not None and self._prompts_stay and not group.mm_token_type_ids[-1]:
+                inputs["image_data"] = [prompt.without_embeddings()]
         async with asyncio.TaskGroup() as tasks:
             for sample in range(len(group.limits)):
                 if group.group not in self._unwanted:
@@ -102,11 +116,17 @@ class Sampler:
         tokens: list[int] = []
         logprobs: list[float] = []
         meta: dict[str, Any] = {}
-        async for chunk in self._stream(group.group, inputs, sampling, return_logprob=True):
-            meta = chunk["meta_info"]
-            tokens += chunk["output_ids"]
-            logprobs += [logprob for logprob, _, _ in meta["output_token_logprobs"]]
-            self._count(len(chunk["output_ids"]))
+        stream = self._stream(group.group, inputs, sampling, return_logprob=True)
+        try:
+            async for chunk in stream:
+                meta = chunk["meta_info"]
+                if chunk["output_ids"] and not tokens:
+                    self._active += 1
+                tokens += chunk["output_ids"]
+                logprobs += [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+                self._count((group.group, sample), len(chunk["output_ids"]))
+        finally:
+            self._active -= bool(tokens)
         if (meta["finish_reason"] or {}).get("type") == _ABORTED or group.group in self._unwanted:
             if group.group in self._unwanted:
                 return
@@ -144,16 +164,18 @@ class Sampler:
         finally:
             self._requests.pop(request, None)
 
-    def _count(self, tokens: int) -> None:
+    def _count(self, response: tuple[int, int], tokens: int) -> None:
         """Report the tokens of a decode step once, when all of its chunks have been taken."""
-        if tokens and not self._tokens:
+        if tokens and not self._new:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._tokens += tokens
+        self._new[response] += tokens
 
     def _flush(self) -> None:
-        tokens, self._tokens = self._tokens, 0
-        if tokens:
-            self._report(Frame(kind=PROGRESS, body={"tokens": tokens}))
+        """A decode step gives each response one token: those with most tell of the most steps."""
+        if steps := max(self._new.values(), default=0):
+            body = {"tokens": self._new.total(), "steps": steps, "active": self._active}
+            self._report(Frame(kind=PROGRESS, body=body))
+        self._new.clear()
 
 
 def _draws(group: GroupSampling, sample: int) -> Draws:

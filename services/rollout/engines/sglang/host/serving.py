@@ -45,13 +45,18 @@ _FLUSH_S = 30.0
 class Serving:
     """One engine and its service."""
 
-    def __init__(self, engine: Any, channel: socket.socket, *, ranks: int) -> None:
-        """Args: ranks: of the engine, each of which is given weights."""
+    def __init__(
+        self, engine: Any, channel: socket.socket, *, ranks: int, prompts_stay: bool
+    ) -> None:
+        """Args:
+        ranks: of the engine, each of which is given weights.
+        prompts_stay: see `Sampler`.
+        """
         self._engine = engine
         self._ranks = ranks
         self._manager = engine.tokenizer_manager
         self._channel = channel
-        self._sampler = Sampler(engine, self._report)
+        self._sampler = Sampler(engine, self._report, prompts_stay=prompts_stay)
         self._frames: asyncio.Queue[Frame] = asyncio.Queue()
 
     async def run(self) -> None:
