@@ -210,13 +210,14 @@ class RunHolder:
                 await in_thread(context.leave)
 
     async def close(self) -> None:
-        """Give up run and link. Idempotent."""
+        """Give up run and link, and what the run has left in the device's cache. Idempotent."""
         link = self.link
         self.link = self.own_memory = None
         try:
             await self._give_up_run()
         finally:
             if link is not None:
+                await in_thread(self._device.give_back)
                 await link.close()
 
 

@@ -52,3 +52,11 @@ async def test_memory_is_given_back_between_two_jobs(worker, script, broker, ret
     lease.abandon("a test")
     (await holding).release()
     storage.close()
+
+
+async def test_a_run_that_is_over_leaves_nothing_in_the_cache(worker, script, returns):
+    await worker.configure()
+    assert returns == []
+    await worker.release()
+    assert script.changes[-1] == "close"
+    assert len(returns) == 1
