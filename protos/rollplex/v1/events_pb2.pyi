@@ -847,7 +847,9 @@ Global___TaskCommanded: _TypeAlias = TaskCommanded  # noqa: Y015
 
 @_typing.final
 class WeightsRefreshed(_message.Message):
-    """From a rank of the rollout, where training has another degree: it has the step's weights."""
+    """From a rank of the rollout, where training has another degree, and from one whose engine has
+    processes of its own: it has the step's weights.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,8 +46,12 @@ class Sampler:
         self._unwanted: set[int] = set()
         self._number = 0
         self._active = 0
-        self._new: Counter[tuple[int, int]] = Counter()
-        """Tokens since the last report, by group and response."""
+        self._tokens = 0
+        """Since the last report."""
+        self._reporting = False
+        self._steps = self._told_steps = 0
+        self._reached: dict[tuple[int, int], int] = {}
+        """Decode step of the newest token, by group and response."""
 
     def start(self, group: GroupSampling) -> None:
         """Begin to sample a group."""
@@ -71,7 +74,7 @@ class Sampler:
             self._engine.tokenizer_manager.abort_request(abort_all=True)
             await asyncio.wait(tasks, timeout=_ABORT_AGAIN_S)
         self._unwanted.clear()
-        self._new.clear()
+        self._tokens = 0
         while self._prompts:
             self._prompts.pop().close()
 
@@ -127,6 +130,7 @@ class Sampler:
                 self._count((group.group, sample), len(chunk["output_ids"]))
         finally:
             self._active -= bool(tokens)
+            self._reached.pop((group.group, sample), None)
         if (meta["finish_reason"] or {}).get("type") == _ABORTED or group.group in self._unwanted:
             if group.group in self._unwanted:
                 return
@@ -165,17 +169,32 @@ class Sampler:
             self._requests.pop(request, None)
 
     def _count(self, response: tuple[int, int], tokens: int) -> None:
-        """Report the tokens of a decode step once, when all of its chunks have been taken."""
-        if tokens and not self._new:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._new[response] += tokens
+        """Fold in a chunk. Those of one decode step may come in several turns of the loop.
+
+        A decode step gives each response one token; the first one is its prefill's.
+        """
+        if not tokens:
+            return
+        if not self._reporting:
+            self._reporting = True
+            asyncio.get_running_loop().call_soon(self._report_steps)
+        self._tokens += tokens
+        before = self._reached.get(response, max(1, self._steps) - 1)
+        self._reached[response] = before + tokens
+        self._steps = max(self._steps, before + tokens)
+
+    def _report_steps(self) -> None:
+        self._reporting = False
+        if self._steps > self._told_steps:
+            self._flush()
 
     def _flush(self) -> None:
-        """A decode step gives each response one token: those with most tell of the most steps."""
-        if steps := max(self._new.values(), default=0):
-            body = {"tokens": self._new.total(), "steps": steps, "active": self._active}
+        """Report the tokens until here, and the steps that nobody has been told of."""
+        if self._tokens:
+            steps = self._steps - self._told_steps
+            body = {"tokens": self._tokens, "steps": steps, "active": self._active}
             self._report(Frame(kind=PROGRESS, body=body))
-        self._new.clear()
+            self._told_steps, self._tokens = self._steps, 0
 
 
 def _draws(group: GroupSampling, sample: int) -> Draws:
