@@ -171,7 +171,8 @@ class Sampler:
     def _count(self, response: tuple[int, int], tokens: int) -> None:
         """Fold in a chunk. Those of one decode step may come in several turns of the loop.
 
-        A decode step gives each response one token; the first one is its prefill's.
+        A decode step gives each response one token; the first one is its prefill's, and counts
+        where nothing else decodes.
         """
         if not tokens:
             return
@@ -179,7 +180,7 @@ class Sampler:
             self._reporting = True
             asyncio.get_running_loop().call_soon(self._report_steps)
         self._tokens += tokens
-        before = self._reached.get(response, max(1, self._steps) - 1)
+        before = self._reached.get(response, self._steps - bool(self._reached))
         self._reached[response] = before + tokens
         self._steps = max(self._steps, before + tokens)
 
